@@ -1,0 +1,35 @@
+# make up     serve SmolLM2-135M on http://127.0.0.1:8000 (Ctrl-C stops it)
+# make test   run every test
+# make lint   ruff and mypy
+# Each target sets up all it needs first; `make clean` forgets it.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= smollm2-135m
+BIN := .venv/bin
+
+.PHONY: up test lint clean setup model
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	touch $@
+
+model: setup
+	$(BIN)/warmpath model pull $(MODEL)
+
+up: model
+	$(BIN)/warmpath work --model $(MODEL) --port $(PORT)
+
+test: model
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
