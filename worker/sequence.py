@@ -33,6 +33,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class Adapter(NamedTuple):
+    """One load of a LoRA adapter."""
+
+    name: str
+    load_id: int  # differs between loads of the same name
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, of the raw logits as in vLLM."""
 
@@ -47,7 +54,7 @@ class Output(NamedTuple):
 
     token_id: int | None  # None: it ended without a new token
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token that ended it, unless it is the model's own end
+    stop_reason: int | None = None  # the stop token that ended it
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token, if asked
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
@@ -61,14 +68,16 @@ class Sequence:
     token_ids: list[int]  # prompt, then what was generated
     params: SamplingParams
     priority: int = 0  # lower is more important, as in vLLM
-    extra_keys: bytes = b""  # what separates its prefix cache from others': see blocks.extra_keys
+    adapter: Adapter | None = None
+    cache_salt: str | None = None  # sequences share cached prefixes only with their own salt
     arrival: float = 0.0  # seconds, time.monotonic
 
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0  # tokens whose KV is written once the running step ends
     num_cached_tokens: int = -1  # prompt tokens found cached at the first admission; -1: not yet
     block_ids: list[int] = field(default_factory=list)  # the block table
-    block_hashes: list[bytes] = field(default_factory=list)  # one per full block registered or hit
+    num_registered_blocks: int = 0  # leading blocks of the table that are known to the cache
+    block_hashes: list[bytes] = field(default_factory=list)  # the chain, as far as computed
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_preemptions: int = 0
     admitted_at: float = 0.0
@@ -83,6 +92,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether every prompt token must be computed, cached or not."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def importance(self) -> tuple[int, int]:
