@@ -1,0 +1,216 @@
+"""Text to token ids and back, and chats to text: one model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from worker.chat_template import ChatTemplate, ChatTemplateError, choose_template
+from worker.checked import Fields, ModelError, one_line, read_json
+from worker.gguf_tokenizer import build_backend, token_id
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+__all__ = ["ChatTemplateError", "Tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with what a server needs to know around it.
+
+    `vocab_size` is one more than the largest id; `eos_ids` are the tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_ids: frozenset[int],
+        bos_id: int | None,
+        chat_template: ChatTemplate | None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_ids = eos_ids
+        self.bos_id = bos_id
+        self.chat_template = chat_template
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @staticmethod
+    def from_directory(directory: Path) -> Tokenizer:
+        """From tokenizer.json and its neighbours in a Hugging Face directory, or ModelError."""
+        from tokenizers import Tokenizer as Backend
+
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{directory}: holds no tokenizer.json; other kinds are not supported")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{path}: is no valid tokenizer: {one_line(error)}") from error
+        settings = _optional_json(directory / "tokenizer_config.json")
+        special = _special_tokens(settings)
+        return Tokenizer(
+            backend,
+            eos_ids=_eos_ids(directory, backend, special.get("eos_token")),
+            bos_id=_id_of(backend, special.get("bos_token")),
+            chat_template=_chat_template(directory, settings, special),
+        )
+
+    @staticmethod
+    def from_gguf(metadata: Fields) -> Tokenizer:
+        """From the metadata of a GGUF file, or ModelError."""
+        backend = build_backend(metadata)
+        size = backend.get_vocab_size()
+        ids = {name: token_id(metadata, name, size) for name in ("bos", "eos", "eot", "eom")}
+        special = {
+            f"{name}_token": backend.id_to_token(index) or ""
+            for name, index in ids.items()
+            if index is not None
+        }
+        template = metadata.string("tokenizer.chat_template", "")
+        return Tokenizer(
+            backend,
+            eos_ids=frozenset(
+                index for name, index in ids.items() if name != "bos" and index is not None
+            ),
+            bos_id=ids["bos"],
+            chat_template=ChatTemplate(template, special) if template else None,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. A chat that was rendered has its special tokens already: add none then."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError):
+            # Half a surrogate pair, which JSON can carry: no tokenizer has a token for it.
+            repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self.backend.encode(repaired, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of these tokens; ids that the vocabulary lacks stand for nothing."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty if the vocabulary lacks the id."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes the token stands for within a text: perhaps not whole characters."""
+        piece = self.token(token_id)
+        if token_id in self._added:
+            return piece.encode()
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
+            except KeyError:  # not written in the byte alphabet
+                return piece.encode()
+        match = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(match[1], 16)]) if match else piece.replace("▁", " ").encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The chat as the model was trained to read it; ChatTemplateError if it cannot be."""
+        if self.chat_template is None:
+            raise ChatTemplateError("the model has no chat template: use plain completions")
+        return self.chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self.backend.decoder
+        if decoder is None:
+            return False
+        state = json.loads(decoder.__getstate__())
+        return any(step["type"] == "ByteLevel" for step in state.get("decoders", [state]))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way of writing bytes as characters: printable ones as themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _optional_json(path: Path) -> Fields:
+    return read_json(path) if path.exists() else Fields(str(path), {})
+
+
+def _special_tokens(settings: Fields) -> dict[str, str]:
+    """bos_token and the like, each a string or an object that holds it."""
+    special = {}
+    for name in _SPECIAL_NAMES:
+        value = settings.values.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            special[name] = value
+        elif value is not None:
+            raise settings.wrong(name, "a token")
+    return special
+
+
+def _id_of(backend: Backend, token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _eos_ids(directory: Path, backend: Backend, eos_token: str | None) -> frozenset[int]:
+    """What ends a text: generation_config.json's list, else config.json's; and eos_token."""
+    ids = set()
+    for name in ("generation_config.json", "config.json"):
+        fields = _optional_json(directory / name)
+        if fields.has("eos_token_id"):
+            value = fields.values["eos_token_id"]
+            values = value if isinstance(value, list) else [value]
+            if not all(type(each) is int and each >= 0 for each in values):
+                raise fields.wrong("eos_token_id", "a token id or a list of them")
+            ids.update(values)
+            break
+    own = _id_of(backend, eos_token)
+    return frozenset(ids if own is None else ids | {own})
+
+
+def _chat_template(
+    directory: Path, settings: Fields, special: Mapping[str, str]
+) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text("utf-8"), special)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    source = choose_template(settings.values.get("chat_template"))
+    return None if source is None else ChatTemplate(source, special)
