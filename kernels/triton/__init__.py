@@ -1,0 +1,16 @@
+"""The Triton versions of every operation; each file has the name of its reference's.
+
+Kernels load, compute in float32, and round once on the store. Pointers are advanced by
+strides of whole tensors in 64 bits: a cache or a long prefill exceeds 2³¹ elements.
+"""
+
+from kernels import Ops
+from kernels.triton.activation import swiglu
+from kernels.triton.attention import paged_attention
+from kernels.triton.cache import write_kv
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.rotary import rotary
+
+__all__ = ["TRITON"]
+
+TRITON = Ops(rms_norm, add_rms_norm, rotary, swiglu, write_kv, paged_attention)
