@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.activation import swiglu_reference
-from kernels.attention import AttentionBatch, paged_attention_reference
+from kernels.attention import AttentionBatch
+from kernels.attention_cpu import paged_attention_cpu
 from kernels.cache import write_kv_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.rotary import rotary_reference
@@ -36,7 +37,7 @@ TORCH = Ops(
     rotary_reference,
     swiglu_reference,
     write_kv_reference,
-    paged_attention_reference,
+    paged_attention_cpu,
 )
 
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from worker.blocks import BlockPool
 from worker.config import EngineConfig
 from worker.events import Publisher
 from worker.metrics import Metrics
 from worker.scheduler import Scheduled, Scheduler
-from worker.sequence import FinishReason, Output, Sequence, TokenLogprobs
+from worker.sequence import FinishReason, Output, Sample, Sequence
 
 log = logging.getLogger(__name__)
-
-
-class Sample(NamedTuple):
-    """The token chosen for a sequence whose known tokens are all computed."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
 
 
 class Runner(Protocol):

@@ -32,6 +32,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 class Adapter(NamedTuple):
     """One load of a LoRA adapter."""
@@ -47,6 +55,13 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int  # 1: it was the most likely
     top: list[tuple[int, float]]  # (token id, log-probability), most likely first
+
+
+class Sample(NamedTuple):
+    """The token chosen for a sequence whose known tokens are all computed."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 class Output(NamedTuple):

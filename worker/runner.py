@@ -1,0 +1,110 @@
+"""Runs steps on a real model: from scheduled sequences to tensors, and back to tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionBatch
+from worker.config import EngineConfig
+from worker.cuda_graphs import DecodeGraphs, StepInputs
+from worker.model import Model
+from worker.sampler import logprobs_of, sample
+from worker.scheduler import Scheduled
+from worker.sequence import Sample, Sequence
+
+ROWS_SCORED_AT_ONCE = 128  # bounds the memory of a long prompt's logits: rows * vocab * 4 bytes
+
+
+class ModelRunner:
+    """Owns the model and its KV memory."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self._model = model
+        self._block_size = config.block_size
+        self._kv_cache = model.new_kv_cache(config.num_blocks, config.block_size)
+        self._graphs: DecodeGraphs | None = None
+        if model.device.type == "cuda":
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    model, self._kv_cache, config.max_num_seqs, config.max_model_len
+                )
+
+    @torch.inference_mode()
+    def run(self, batch: list[Scheduled]) -> list[Sample]:
+        hidden = self._forward(batch)
+        rows: list[int] = []  # of the tokens after which one is sampled
+        sequences: list[Sequence] = []
+        end = 0
+        for sequence, num_tokens in batch:
+            end += num_tokens
+            if sequence.needs_prompt_logits:
+                self._score_prompt(sequence, hidden[end - num_tokens : end])
+            if sequence.num_computed_tokens == len(sequence.token_ids):
+                rows.append(end - 1)
+                sequences.append(sequence)
+        if not rows:
+            return []
+        return sample(self._model.logits(hidden[rows]), sequences)
+
+    def _forward(self, batch: list[Scheduled]) -> Tensor:
+        step = self._inputs(batch)
+        if self._graphs is not None and step.batch.max_query_len == 1:
+            return self._graphs.run(step)
+        return self._model.forward(
+            step.token_ids, step.positions, step.slots, self._kv_cache, step.batch
+        )
+
+    def _inputs(self, batch: list[Scheduled]) -> StepInputs:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start = [0]
+        seq_lens: list[int] = []
+        size = self._block_size
+        for sequence, num_tokens in batch:
+            end = sequence.num_computed_tokens
+            start = end - num_tokens
+            token_ids += sequence.token_ids[start:end]
+            positions += range(start, end)
+            table = sequence.block_ids
+            slots += [table[i // size] * size + i % size for i in range(start, end)]
+            query_start.append(len(token_ids))
+            seq_lens.append(end)
+        return StepInputs(
+            self._int64(token_ids),
+            self._int64(positions),
+            self._int64(slots),
+            AttentionBatch(
+                block_tables=self._int32(_padded([sequence.block_ids for sequence, _ in batch])),
+                query_start=self._int32(query_start),
+                seq_lens=self._int32(seq_lens),
+                max_query_len=max(num_tokens for _, num_tokens in batch),
+                max_seq_len=max(seq_lens),
+            ),
+        )
+
+    def _score_prompt(self, sequence: Sequence, hidden: Tensor) -> None:
+        """Add the log-probabilities that the hidden states of a chunk give its next tokens."""
+        num_top = sequence.params.prompt_logprobs
+        assert num_top is not None
+        end = sequence.num_computed_tokens
+        start = end - len(hidden)
+        if start == 0 or sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = [None]  # nothing predicts the first token
+        following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        for first in range(0, len(following), ROWS_SCORED_AT_ONCE):
+            some = following[first : first + ROWS_SCORED_AT_ONCE]
+            logits = self._model.logits(hidden[first : first + len(some)])
+            sequence.prompt_logprobs += logprobs_of(logits.log_softmax(-1), some, num_top)
+
+    def _int64(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+    def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._model.device)
+
+
+def _padded(tables: list[list[int]]) -> list[list[int]]:
+    width = max(map(len, tables))
+    return [table + [0] * (width - len(table)) for table in tables]
