@@ -7,9 +7,9 @@ sizes of what it makes are bounded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, wraps
 from time import monotonic
 from typing import Any
 
@@ -17,19 +17,14 @@ import jinja2
 from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
+from worker.chat_messages import ChatTemplateError, Message, is_text, prepare
 from worker.checked import one_line
-
-Message = Mapping[str, Any]
 
 MAX_STEPS = 2_000_000  # rounds of loops, and calls, in one rendering
 MAX_SECONDS = 5.0
 MAX_LENGTH = 16 << 20  # characters written in all, or items of one value
-_TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-class ChatTemplateError(ValueError):
-    """The template refused these messages, or is broken; the message is one line."""
 
 
 class ChatTemplate:
@@ -53,7 +48,8 @@ class ChatTemplate:
         Continuing the final message leaves its text open at the end, for the model to go on
         with; no generation prompt is added then.
         """
-        prepared = [self._prepared(message) for message in messages]
+        in_parts = any(isinstance(message.get("content"), list) for message in messages)
+        prepared = prepare(messages, keep_parts=in_parts and self._takes_parts)
         variables: dict[str, Any] = {
             **self.special_tokens,
             "tools": list(tools) if tools else None,
@@ -86,21 +82,16 @@ class ChatTemplate:
 
     def _run_open_ended(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         text = messages[-1].get("content") if messages else None
-        if isinstance(text, list) and text and _is_text(text[-1]):
+        if isinstance(text, list) and text and is_text(text[-1]):
             text = text[-1]["text"]
         if not isinstance(text, str):
             raise ChatTemplateError("there is no final message with a text to continue")
-        mark = "\ue000continued\ue000"
-        rendered = self._run(
-            variables | {"messages": [*messages[:-1], _marked(messages[-1], mark)]}
-        )
-        before, found, _ = rendered.rpartition(mark)
+        marked = [*messages[:-1], _marked(messages[-1])]
+        before, found, after = self._run(variables | {"messages": marked}).rpartition(_MARK.strip())
         if not found:
             raise ChatTemplateError("the chat template does not write the final message's text")
-        # A template that trims the text would have trimmed its end too.
-        if before.endswith(text):
-            return before
-        return before.rstrip() if before.rstrip().endswith(text.strip()) else before
+        # Where the template trimmed the mark's space, it would have trimmed the text's too.
+        return before if after.startswith(" ") else before.rstrip()
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -121,69 +112,16 @@ class ChatTemplate:
             return False
         return probe in rendered and repr(message["content"]) not in rendered
 
-    def _prepared(self, message: Message) -> dict[str, Any]:
-        """A copy with the text parts joined, and arguments of tool calls as objects."""
-        prepared = dict(message)
-        content = prepared.get("content")
-        if isinstance(content, list):
-            for part in content:
-                if not _is_text(part):
-                    kind = part.get("type") if isinstance(part, Mapping) else part
-                    raise ChatTemplateError(f"only text parts are supported, got {kind!r:.80}")
-            prepared["content"] = (
-                [{"type": "text", "text": part["text"]} for part in content]
-                if self._takes_parts
-                else "\n".join(part["text"] for part in content)
-            )
-        elif content is None:
-            prepared["content"] = ""
-        if isinstance(prepared.get("tool_calls"), list):
-            prepared["tool_calls"] = [
-                _with_parsed_arguments(call) for call in message["tool_calls"]
-            ]
-        return prepared
+
+_MARK = "\ue000continued\ue000 "
 
 
-def choose_template(value: object) -> str | None:
-    """The template out of tokenizer_config.json: a string, or the default of several."""
-    if isinstance(value, str):
-        return value
-    named = {
-        entry["name"]: entry["template"]
-        for entry in (value if isinstance(value, list) else [])
-        if isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("template"), str)
-    }
-    return named.get("default")
-
-
-def _is_text(part: object) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type", "text") in _TEXT_PARTS
-        and isinstance(part.get("text"), str)
-    )
-
-
-def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, str):
-        return message | {"content": content + mark}
+        return message | {"content": content + _MARK}
     last = content[-1]
-    return message | {"content": [*content[:-1], last | {"text": last["text"] + mark}]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI's clients send a call's arguments as JSON text; templates expect the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return message | {"content": [*content[:-1], last | {"text": last["text"] + _MARK}]}
 
 
 class _TooMuch(Exception):
@@ -214,10 +152,28 @@ class _Budget:
             yield item
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with every loop and call counted, and the results of operators bounded."""
+class _Meter(NodeTransformer):
+    """Makes a template's loops count their rounds, and its `~` check what it joins."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_metered_loop", node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return _filtered(parts, "_metered_concat", node.lineno)
+
+
+def _filtered(expression: nodes.Node, name: str, lineno: int) -> nodes.Filter:
+    return nodes.Filter(expression, name, [], [], None, None, lineno=lineno)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with every loop and call counted, and what operators make bounded."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
 
     def _generate(
         self,
@@ -226,23 +182,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         filename: str | None,
         defer_init: bool = False,
     ) -> str:
-        for loop in source.find_all(nodes.For):
-            loop.iter = _metered(loop.iter, "_metered_loop", loop.lineno)
-        return super()._generate(source, name, filename, defer_init)
+        return super()._generate(_Meter().visit(source), name, filename, defer_init)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __context["_budget"].step()
-        if any(type(value) is int and value > MAX_LENGTH for value in (*args, *kwargs.values())):
-            raise _TooMuch("it used a number that is too large")
-        return super().call(__context, __obj, *args, **kwargs)
+        _refuse_large_numbers(args, kwargs)
+        return _bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "*" and _repeated(left, right) > MAX_LENGTH):
             raise _TooMuch(f"it used {operator} on values that are too large")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str | list | tuple) and len(result) > MAX_LENGTH:
-            raise _TooMuch("it made a value that is too large")
-        return result
+        return _bounded(super().call_binop(context, operator, left, right))
 
 
 def _repeated(left: Any, right: Any) -> int:
@@ -253,8 +203,25 @@ def _repeated(left: Any, right: Any) -> int:
     return 0
 
 
-def _metered(expression: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
-    return nodes.Filter(expression, name, [], [], None, None, lineno=lineno)
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str | list | tuple) and len(value) > MAX_LENGTH:
+        raise _TooMuch("it made a value that is too large")
+    return value
+
+
+def _refuse_large_numbers(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """A number may be a width or a count: `"a" | center(10000000000)`."""
+    if any(type(value) is int and value > MAX_LENGTH for value in (*args, *kwargs.values())):
+        raise _TooMuch("it used a number that is too large")
+
+
+def _with_small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _refuse_large_numbers(args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @jinja2.pass_context
@@ -270,6 +237,13 @@ def _metered_output(context: Context, value: Any) -> Any:
 def _metered_loop(context: Context, items: Iterable[Any]) -> Iterable[Any]:
     budget: _Budget = context["_budget"]
     return budget.over(items)
+
+
+def _metered_concat(parts: list[Any]) -> str:
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > MAX_LENGTH:
+        raise _TooMuch("it made a value that is too large")
+    return "".join(texts)
 
 
 def _to_json(
@@ -300,8 +274,12 @@ def _make_environment() -> _Environment:
         finalize=_metered_output,
         extensions=["jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _to_json
+    for name in ("center", "indent", "batch", "slice"):
+        environment.filters[name] = _with_small_numbers(environment.filters[name])
+    environment.filters["tojson"] = _with_small_numbers(_to_json)
     environment.filters["_metered_loop"] = _metered_loop
+    environment.filters["_metered_concat"] = _metered_concat
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

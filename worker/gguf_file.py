@@ -22,7 +22,7 @@ MAX_ENTRIES = 1 << 16  # metadata keys, or tensors
 MAX_ELEMENTS = 1 << 22  # of one metadata array: the largest vocabularies have 2**18
 MAX_STRING = 1 << 24  # bytes
 MAX_DIMENSIONS = 4
-CHUNK_ELEMENTS = 1 << 21  # dequantised at a time
+CHUNK_ELEMENTS = 1 << 18  # dequantised at a time: what fits the caches is fastest
 
 # value type -> struct code
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -217,8 +217,9 @@ def read_tensor(
         raw = np.fromfile(file, dtype=np.uint8, count=len(part) * row_bytes)
         if len(raw) != len(part) * row_bytes:
             raise ModelError(f"{file.name}: became shorter while it was read")
-        values = dequantize(raw.reshape(len(part), row_bytes), GGMLQuantizationType(tensor.type_id))
-        part.copy_(torch.from_numpy(values))
+        # As one long row: blocks are independent, and the package is slow at short rows.
+        values = dequantize(raw.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
+        part.copy_(torch.from_numpy(values).view(part.shape))
         progress(len(raw))
     return result
 

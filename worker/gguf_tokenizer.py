@@ -78,9 +78,9 @@ def _byte_level_bpe(metadata: Fields, vocabulary: dict[str, int]) -> Tokenizer:
     backend = Tokenizer(BPE(vocabulary, merges, ignore_merges=split == _LLAMA3))
     normalizer, splitter = _splitter(split)
     if normalizer is not None:
-        backend.normalizer = normalizer  # type: ignore[assignment]
-    backend.pre_tokenizer = splitter  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -122,13 +122,13 @@ def _sentencepiece_bpe(
     )
     prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    backend.normalizer = (  # type: ignore[assignment]
+    backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(" ", left=1))
-    backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 
@@ -180,9 +180,7 @@ def _add_template(backend: Tokenizer, metadata: Fields, tokens: list[str], kind:
         template.append(tokens[eos])
         special.append((tokens[eos], eos))
     if special:
-        backend.post_processor = TemplateProcessing(  # type: ignore[assignment]
-            single=template, special_tokens=special
-        )
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
 
 
 def token_id(metadata: Fields, name: str, vocab_size: int) -> int | None:

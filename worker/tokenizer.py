@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from worker.chat_template import ChatTemplate, ChatTemplateError, choose_template
+from worker.chat_messages import ChatTemplateError, Message
 from worker.checked import Fields, ModelError, one_line, read_json
 from worker.gguf_tokenizer import build_backend, token_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+    from worker.chat_template import ChatTemplate
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
@@ -43,6 +44,11 @@ class Tokenizer:
         self.bos_id = bos_id
         self.chat_template = chat_template
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = frozenset(added)
+        self._is_byte_level, self.strips_first_space = _way_of_writing(backend)
+        self._bytes: dict[int, bytes] = {}  # what token_bytes found
 
     @staticmethod
     def from_directory(directory: Path) -> Tokenizer:
@@ -83,7 +89,7 @@ class Tokenizer:
                 index for name, index in ids.items() if name != "bos" and index is not None
             ),
             bos_id=ids["bos"],
-            chat_template=ChatTemplate(template, special) if template else None,
+            chat_template=_make_template(template, special) if template else None,
         )
 
     @property
@@ -101,14 +107,24 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these tokens; ids that the vocabulary lacks stand for nothing."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.token_bytes(each) for each in ids if each not in skipped)
+        text = data.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_first_space else text
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty if the vocabulary lacks the id."""
-        return self.backend.id_to_token(token_id) or ""
+        known = 0 <= token_id < self.vocab_size
+        return (self.backend.id_to_token(token_id) or "") if known else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for within a text: perhaps not whole characters."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spelled_out(token_id)
+        return known
+
+    def _spelled_out(self, token_id: int) -> bytes:
         piece = self.token(token_id)
         if token_id in self._added:
             return piece.encode()
@@ -122,7 +138,7 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -140,17 +156,29 @@ class Tokenizer:
             **template_kwargs,
         )
 
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self.backend.get_added_tokens_decoder())
 
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        decoder = self.backend.decoder
-        if decoder is None:
-            return False
-        state = json.loads(decoder.__getstate__())
-        return any(step["type"] == "ByteLevel" for step in state.get("decoders", [state]))
+def _way_of_writing(backend: Backend) -> tuple[bool, bool]:
+    """How the vocabulary writes text: in GPT-2's byte alphabet, or as SentencePiece does.
+
+    Also whether a text's first space is the vocabulary's and not the text's. Both are read from
+    the decoder that the tokenizer carries; any other decoder is a ModelError.
+    """
+    decoder = backend.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    steps = state.get("decoders", [state])
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return True, False
+    if kinds <= _SENTENCEPIECE_STEPS and kinds & {"Replace", "Metaspace"}:
+        strips = any(
+            step.get("start", 0) > 0 or step.get("prepend_scheme", "never") != "never"
+            for step in steps
+        )
+        return False, strips
+    raise ModelError(f"its tokenizer decodes by {sorted(kinds)}, which is not supported")
+
+
+_SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -189,18 +217,17 @@ def _id_of(backend: Backend, token: str | None) -> int | None:
 
 def _eos_ids(directory: Path, backend: Backend, eos_token: str | None) -> frozenset[int]:
     """What ends a text: generation_config.json's list, else config.json's; and eos_token."""
-    ids = set()
+    ids: set[int | None] = {_id_of(backend, eos_token)}
     for name in ("generation_config.json", "config.json"):
         fields = _optional_json(directory / name)
         if fields.has("eos_token_id"):
             value = fields.values["eos_token_id"]
-            values = value if isinstance(value, list) else [value]
-            if not all(type(each) is int and each >= 0 for each in values):
-                raise fields.wrong("eos_token_id", "a token id or a list of them")
-            ids.update(values)
+            for each in value if isinstance(value, list) else [value]:
+                if type(each) is not int or each < 0:
+                    raise fields.wrong("eos_token_id", "a token id or a list of them")
+                ids.add(each)
             break
-    own = _id_of(backend, eos_token)
-    return frozenset(ids if own is None else ids | {own})
+    return frozenset(each for each in ids if each is not None)
 
 
 def _chat_template(
@@ -209,8 +236,21 @@ def _chat_template(
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
-            return ChatTemplate(path.read_text("utf-8"), special)
+            return _make_template(path.read_text("utf-8"), special)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-    source = choose_template(settings.values.get("chat_template"))
-    return None if source is None else ChatTemplate(source, special)
+    value = settings.values.get("chat_template")
+    if isinstance(value, list):  # several, each with a name
+        value = next((_named(each, "default") for each in value if _named(each, "default")), None)
+    return _make_template(value, special) if isinstance(value, str) else None
+
+
+def _named(entry: object, name: str) -> object:
+    matches = isinstance(entry, dict) and entry.get("name") == name
+    return entry.get("template") if isinstance(entry, dict) and matches else None
+
+
+def _make_template(source: str, special: Mapping[str, str]) -> ChatTemplate:
+    from worker.chat_template import ChatTemplate  # loads Jinja, which only chats need
+
+    return ChatTemplate(source, special)
