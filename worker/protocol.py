@@ -86,6 +86,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def hides_specials(self) -> bool:
+        """Whether special tokens leave no text."""
+        return self.skip_special_tokens is not False
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
