@@ -7,6 +7,7 @@ the sequence number (8 bytes, big-endian, from 0), the batch.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,6 +19,8 @@ from operator import itemgetter
 
 import msgspec
 import zmq
+
+log = logging.getLogger(__name__)
 
 END_OF_REPLAY = (b"", b"\xff" * 8, b"")  # topic, sequence number, batch
 SLICE = 64  # batches sent before the thread looks at its other work
@@ -91,9 +94,9 @@ class Publisher:
     process: that is how a subscriber notices a restart.
 
     Counters, all growing: `published` batches sent; `dropped_batches`, never sent because the
-    thread was too far behind; `dropped_sends`, times a subscriber was found at its high-water
-    mark (it then misses batches, uncounted, until it has read about half of them);
-    `malformed_requests` ignored; `abandoned_replays`, their client left or reads too slowly.
+    thread was too far behind or could not encode them; `dropped_sends`, times a subscriber was
+    found at its high-water mark (it then misses batches, uncounted, until it has read about half
+    of them); `malformed_requests` ignored; `abandoned_replays`, their client left or is too slow.
 
     Raises OSError when a port is taken or the host is not one of this machine's.
     """
@@ -222,7 +225,12 @@ class Publisher:
     def _send_queued(self) -> None:
         for _ in range(min(SLICE, len(self._queue))):
             seq, ts, events = self._queue.popleft()
-            batch = self._encode(EventBatch(ts, events))
+            try:
+                batch = self._encode(EventBatch(ts, events))
+            except (UnicodeError, OverflowError):  # a salt with a lone surrogate, say
+                log.exception("KV events of one step cannot be encoded; subscribers see a gap")
+                self.dropped_batches += 1
+                continue
             self._sent.append((seq, batch))
             self._send([self._topic, seq.to_bytes(8, "big"), batch])
             self.published += 1
