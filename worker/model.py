@@ -116,7 +116,9 @@ class Model:
     ) -> Tensor:
         config, ops = self.config, self._ops
         heads = linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        q, k, v = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)

@@ -78,13 +78,14 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
 def _penalise(logits: Tensor, sequence: Sequence, params: SamplingParams) -> None:
     """Repetition penalty over prompt and output (CTRL, arXiv:1909.05858); frequency and
     presence penalties over the output, as OpenAI defines them."""
-    seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
+    seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
     scores = logits[seen]
     factor = params.repetition_penalty
     logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     if output:
-        ids, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+        produced = torch.tensor(output, device=logits.device)
+        ids, counts = torch.unique(produced, return_counts=True)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 

@@ -119,6 +119,20 @@ def test_equal_blocks_are_held_once():
     assert pool.num_free == NUM_BLOCKS - 2
 
 
+def test_a_copy_takes_the_place_of_an_original_that_was_evicted_meanwhile():
+    pool = BlockPool(4, SIZE)
+    pool.release(run(pool, [1] * 8))
+    copy = sequence([1] * 8)
+    pool.acquire(copy, pool.match_prefix(copy))
+    pool.allocate(copy, 1)
+    copy.num_computed_tokens = 8
+    pool.register(copy)
+    pool.allocate(sequence([]), 2)  # another admission takes all memory that is left
+    pool.merge_duplicates()
+    pool.check()
+    assert hits(pool, [1] * 9) == 2
+
+
 def test_reset_is_refused_while_blocks_are_used():
     pool = BlockPool(NUM_BLOCKS, SIZE)
     seq = run(pool, [1] * 8)

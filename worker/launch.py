@@ -1,0 +1,197 @@
+"""Puts a worker together from its options, and serves it until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from worker.bodies import BodyLimits
+from worker.byte_tokenizer import ByteTokenizer
+from worker.config import EngineConfig
+from worker.engine import Engine, Runner
+from worker.events import Publisher
+from worker.loop import EngineLoop
+from worker.metrics import Metrics
+from worker.options import WorkOptions
+from worker.profiles import PROFILES
+from worker.sequence import SamplingParams
+from worker.server import make_app
+from worker.serving import serve
+from worker.simulate import SimulatedRunner
+
+if TYPE_CHECKING:
+    from worker.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LETTERS = b"etaoin shrdlucmf gypwbvk,."  # what a simulated model answers with
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What differs between a real and a simulated worker."""
+
+    name: str
+    config: EngineConfig
+    runner: Runner
+    tokenizer: Tokenizer | ByteTokenizer
+    vocab_size: int
+    dtype: str
+
+
+async def launch(options: WorkOptions) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ValueError: a flag or a model that cannot be served, in one line.
+        OSError: a port that cannot be bound.
+    """
+    started = time.monotonic()
+    parts = _simulated(options) if options.simulate else _real(options)
+    config = parts.config
+    names = options.served_model_names or (parts.name,)
+    metrics = Metrics(names[0], config, parts.dtype)
+    publisher = _publisher(options, names[0]) if options.kv_events else None
+    if publisher is not None:
+        metrics.attach_publisher(publisher)
+    loop = EngineLoop(Engine(config, parts.runner, metrics, publisher))
+    app = make_app(
+        loop=loop,
+        tokenizer=parts.tokenizer,
+        vocab_size=parts.vocab_size,
+        metrics=metrics,
+        model_names=names,
+        api_key=options.api_key,
+        kv_event_sources=_event_sources(publisher),
+        body_limits=BodyLimits(max_bytes=options.max_body_bytes),
+    )
+
+    async def warm_up() -> None:
+        """One token, so that the first request meets warm caches and allocated memory."""
+        if options.simulate is None:
+            async for _ in loop.submit([0], SamplingParams(max_tokens=1, temperature=0.0)):
+                pass
+
+    def announce(port: int) -> None:
+        log.info(
+            "Ready in %.1f s: %s at http://%s:%d, %d blocks of %d tokens, at most %d tokens long",
+            time.monotonic() - started,
+            names[0],
+            options.host,
+            port,
+            config.num_blocks,
+            config.block_size,
+            config.max_model_len,
+        )
+
+    loop.start()
+    try:
+        await serve(
+            app,
+            options.host,
+            options.port,
+            drain_seconds=options.drain_seconds,
+            warm_up=warm_up,
+            on_ready=announce,
+        )
+    finally:
+        await loop.close()
+        if publisher is not None:
+            publisher.close()
+
+
+def _simulated(options: WorkOptions) -> Parts:
+    profile = PROFILES[str(options.simulate)]
+    tokenizer: Tokenizer | ByteTokenizer = ByteTokenizer()
+    alphabet: bytes | range = LETTERS
+    if options.model is not None:
+        from worker.loader import open_model
+        from worker.store import resolve
+
+        tokenizer = open_model(resolve(options.model)).tokenizer()
+        alphabet = range(tokenizer.vocab_size // 8, tokenizer.vocab_size // 2)
+    config = _engine_config(
+        options,
+        num_blocks=options.num_blocks or profile.num_blocks * 16 // options.block_size,
+        max_model_len=profile.max_model_len,
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+    )
+    runner = SimulatedRunner(profile, alphabet, options.seed)
+    name = options.model or str(options.simulate)
+    return Parts(name, config, runner, tokenizer, tokenizer.vocab_size, "simulated")
+
+
+def _real(options: WorkOptions) -> Parts:
+    import torch
+
+    from worker.loading import fitting_blocks, load_model
+    from worker.runner import ModelRunner
+
+    device = _device(options.device)
+    on_gpu = device == "cuda"
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    torch.manual_seed(options.seed)
+    model, tokenizer = load_model(str(options.model), getattr(torch, dtype), device)
+    config = _engine_config(
+        options,
+        num_blocks=options.num_blocks
+        or fitting_blocks(model, options.block_size, options.gpu_memory_utilization),
+        max_model_len=model.config.max_position_embeddings,
+        max_num_batched_tokens=8192 if on_gpu else 512,
+    )
+    runner = ModelRunner(model, config)
+    vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
+    return Parts(str(options.model), config, runner, tokenizer, vocab_size, dtype)
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA device on this machine")
+    return wanted
+
+
+def _engine_config(
+    options: WorkOptions, *, num_blocks: int, max_model_len: int, max_num_batched_tokens: int
+) -> EngineConfig:
+    """The limits: flags where given, else what the model and the memory allow."""
+    if options.max_model_len is not None and options.max_model_len > max_model_len:
+        raise ValueError(
+            f"--max-model-len {options.max_model_len}: the model was made for {max_model_len} "
+            "tokens at most"
+        )
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len or min(max_model_len, num_blocks * options.block_size),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens
+        or max(max_num_batched_tokens, options.max_num_seqs),
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        enable_prefix_caching=options.enable_prefix_caching,
+        preallocate=options.preallocate,
+    )
+
+
+def _publisher(options: WorkOptions, model_name: str) -> Publisher:
+    """KV events under llm-d's topic, `kv@ADDRESS:PORT@MODEL`."""
+    address = options.host
+    if address in ("0.0.0.0", "::"):  # noqa: S104  # a comparison
+        address = os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
+    topic = f"kv@{address}:{options.port}@{model_name}"
+    return Publisher(options.host, options.kv_events_port, options.kv_replay_port, topic)
+
+
+def _event_sources(publisher: Publisher | None) -> dict[str, object]:
+    if publisher is None:
+        return {}
+    return {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
