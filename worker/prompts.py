@@ -17,7 +17,6 @@ from worker.detokenizer import TokenBytes
 from worker.params import ModelLimits, check_prompt_length
 from worker.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, TokenizeRequest
 
-
 T = TypeVar("T")
 
 INLINE_LENGTH = 4096  # characters; more go to a thread, which costs about as much as these
