@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from worker.blocks import BlockPool
@@ -60,6 +60,8 @@ class Scheduler:
             self.pool.release(sequence)
         else:
             self._removed.add(sequence.id)
+            if 2 * len(self._removed) > len(self._waiting):
+                self._sweep()
 
     def schedule(self) -> list[Scheduled]:
         """Plan one step. `num_computed_tokens` of each sequence moves to what it will be."""
@@ -141,6 +143,12 @@ class Scheduler:
             self._removed.discard(sequence.id)
             heappop(self._waiting)
         return None
+
+    def _sweep(self) -> None:
+        """Let go of those who ended while they waited; the line may never move on to them."""
+        self._waiting = [entry for entry in self._waiting if entry[1].id not in self._removed]
+        heapify(self._waiting)
+        self._removed.clear()
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
         """Blocks taken at admission: all known tokens, or all that may ever come."""
