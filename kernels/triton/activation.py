@@ -19,7 +19,12 @@ def _swiglu_kernel(gate_up, out, stride_token, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See `kernels.activation.swiglu_reference`."""
+    """See `kernels.activation.swiglu_reference`; rows may be strided.
+
+    Raises ValueError where the last dimension is not contiguous.
+    """
+    if gate_up.stride(-1) != 1:
+        raise ValueError(f"swiglu needs contiguous rows, got strides {gate_up.stride()}")
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     grid = (num_tokens, triton.cdiv(size, BLOCK))

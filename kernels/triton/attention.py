@@ -129,7 +129,7 @@ def _attention_kernel(
     seq_lens,
     stride_token,
     stride_head,
-    stride_table,
+    table_size,
     num_tokens,
     num_seqs,
     scale,
@@ -188,7 +188,7 @@ def _attention_kernel(
     shared_end = tl.minimum((context_len + first + 1) // BLOCK_N * BLOCK_N, end)
 
     position = context_len + index
-    table = block_tables + sequence.to(tl.int64) * stride_table
+    table = block_tables + sequence.to(tl.int64) * table_size
     acc = tl.zeros((BLOCK_M, BLOCK), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -274,11 +274,12 @@ def paged_attention(
 ) -> Tensor:
     """See `kernels.attention.paged_attention_reference`; q may be a view with strided rows.
 
-    Raises ValueError where q's last dimension or a cache is not contiguous, or where the KV
-    heads do not divide the query heads.
+    Raises ValueError where q's last dimension, a cache or a tensor of the batch is not
+    contiguous, or where the KV heads do not divide the query heads.
     """
-    if q.stride(-1) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("paged_attention needs contiguous caches and heads of q")
+    whole = (k_cache, v_cache, batch.block_tables, batch.query_start, batch.seq_lens)
+    if q.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
+        raise ValueError("paged_attention needs contiguous caches, batch tensors and heads of q")
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads")
     return launch(
@@ -313,7 +314,7 @@ def launch(
         batch.seq_lens,
         q.stride(0),
         q.stride(1),
-        batch.block_tables.stride(0),
+        batch.block_tables.shape[1],
         num_tokens,
         num_seqs,
         scale * LOG2_E,

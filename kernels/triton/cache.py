@@ -36,11 +36,15 @@ def _write_kv_kernel(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `kernels.cache.write_kv_reference`. Raises ValueError on a cache with gaps."""
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(
-            f"write_kv needs contiguous caches, got strides {k_cache.stride()}, {v_cache.stride()}"
-        )
+    """See `kernels.cache.write_kv_reference`.
+
+    Raises ValueError where the last dimension of k or v is not contiguous, or another tensor
+    is not contiguous as a whole.
+    """
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError(f"write_kv needs contiguous heads, got strides {k.stride()}, {v.stride()}")
+    if not all(tensor.is_contiguous() for tensor in (k_cache, v_cache, slots)):
+        raise ValueError("write_kv needs contiguous caches and slots")
     num_tokens, heads, size = k.shape
     _write_kv_kernel[(num_tokens,)](
         k,

@@ -75,8 +75,17 @@ def _launch_shape(num_rows: int, size: int) -> tuple[tuple[int], dict[str, int]]
     return (triton.cdiv(num_rows, rows),), {"BLOCK": block, "ROWS": rows, "num_warps": warps}
 
 
+def _check_contiguous(*tensors: Tensor) -> None:
+    if any(tensor.stride(-1) != 1 for tensor in tensors):
+        raise ValueError("RMSNorm needs a contiguous last dimension of each tensor")
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `kernels.norm.rms_norm_reference`; x is [T, H] or [T, heads, D] with strided rows."""
+    """See `kernels.norm.rms_norm_reference`; x is [T, H] or [T, heads, D] with strided rows.
+
+    Raises ValueError where the last dimension of x or weight is not contiguous.
+    """
+    _check_contiguous(x, weight)
     heads = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, size = x.shape[0] * heads, x.shape[-1]
@@ -88,7 +97,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `kernels.norm.add_rms_norm_reference`."""
+    """See `kernels.norm.add_rms_norm_reference`; rows of x and residual may be strided.
+
+    Raises ValueError where the last dimension of x, residual or weight is not contiguous.
+    """
+    _check_contiguous(x, residual, weight)
     num_rows, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
