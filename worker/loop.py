@@ -17,7 +17,7 @@ from typing import Literal
 
 from worker.config import EngineConfig
 from worker.engine import Engine
-from worker.sequence import Adapter, Output, SamplingParams, Sequence
+from worker.sequence import Adapter, FinishReason, Output, SamplingParams, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class EngineLoop:
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._closing = False
+        self._ended = False
+        self._resets: set[asyncio.Future[bool]] = set()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -82,7 +84,11 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and self._engine.failed_steps < MAX_FAILED_STEPS
+        return self._alive and self._engine.failed_steps < MAX_FAILED_STEPS
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread.is_alive() and not self._ended
 
     @property
     def num_unfinished(self) -> int:
@@ -94,7 +100,7 @@ class EngineLoop:
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop after the current step and wait for the thread."""
+        """Stop after the current step and wait for the thread; open streams end with "abort"."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -115,7 +121,7 @@ class EngineLoop:
             QueueFullError: `max_num_queued_reqs` sequences wait already.
             EngineDeadError: the engine's thread has ended.
         """
-        if not self._thread.is_alive():
+        if not self._alive:
             raise EngineDeadError("the engine has stopped")
         waiting = self._engine.scheduler.num_waiting + len(self._commands)
         if waiting >= self.config.max_num_queued_reqs:
@@ -135,9 +141,17 @@ class EngineLoop:
         return stream
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while sequences hold blocks."""
+        """Forget all cached prefixes; False while sequences hold blocks.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended.
+        """
+        if not self._alive:
+            raise EngineDeadError("the engine has stopped")
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._command(lambda: self._call_soon(done.set_result, self._engine.reset_prefix_cache()))
+        self._resets.add(done)
+        done.add_done_callback(self._resets.discard)
+        self._command(lambda: self._call_soon(_resolve, done, self._engine.reset_prefix_cache()))
         return await done
 
     def _end(self, sequence_id: int, reason: Literal["stop", "abort"]) -> None:
@@ -150,14 +164,17 @@ class EngineLoop:
             self._wake.notify()
 
     def _run(self) -> None:
+        reason: FinishReason = "error"
         try:
             while self._execute_commands():
                 if self._engine.has_work:
                     outputs = self._engine.step()
                     self._call_soon(self._deliver, outputs)
+            reason = "abort"
         except Exception:
             log.exception("The engine died")
-            self._call_soon(self._fail)
+        finally:
+            self._call_soon(self._end_all, reason)
 
     def _execute_commands(self) -> bool:
         """Carry out what was asked for, waiting for it when idle; False: to be closed."""
@@ -186,5 +203,15 @@ class EngineLoop:
             if output.finish_reason is not None:
                 del self._streams[sequence_id]
 
-    def _fail(self) -> None:
-        self._deliver([(sequence_id, Output(None, "error")) for sequence_id in list(self._streams)])
+    def _end_all(self, reason: FinishReason) -> None:
+        """The thread is gone, so nobody must wait for it."""
+        self._ended = True
+        self._deliver([(sequence_id, Output(None, reason)) for sequence_id in list(self._streams)])
+        for reset in list(self._resets):
+            if not reset.done():
+                reset.set_exception(EngineDeadError("the engine has stopped"))
+
+
+def _resolve(future: asyncio.Future[bool], result: bool) -> None:
+    if not future.done():  # whoever waited may have been cancelled
+        future.set_result(result)
