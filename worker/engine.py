@@ -131,10 +131,11 @@ class Engine:
     ) -> tuple[FinishReason | None, int | None]:
         """Whether `token_id`, just appended, ends the sequence; and the stop token that did."""
         params = sequence.params
-        produced = sequence.num_output_tokens
+        known = len(sequence.token_ids)
+        produced = known - sequence.num_prompt_tokens
         if token_id in params.stop_token_ids and produced > params.min_tokens:
             return "stop", token_id
-        if produced >= params.max_tokens or len(sequence.token_ids) >= self.config.max_model_len:
+        if produced >= params.max_tokens or known >= self.config.max_model_len:
             return "length", None
         return None, None
 

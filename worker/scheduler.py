@@ -15,19 +15,15 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from worker.blocks import BlockPool
 from worker.config import EngineConfig
 from worker.sequence import Sequence
 
 
-class Scheduled(NamedTuple):
-    """A share of a step: compute `num_tokens` tokens of a sequence, ending at
-    `sequence.num_computed_tokens`; a token is sampled if these were its last known ones."""
-
-    sequence: Sequence
-    num_tokens: int
+# A share of a step: compute so many tokens of a sequence, ending at its
+# `num_computed_tokens`. If these were its last known tokens, one more is sampled.
+Scheduled = tuple[Sequence, int]
 
 
 class Scheduler:
@@ -84,7 +80,7 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         if sequence.num_computed_tokens // self.config.block_size > sequence.num_registered_blocks:
             self.pool.register(sequence)
-        return Scheduled(sequence, num_tokens)
+        return sequence, num_tokens
 
     def _running_with_memory(self) -> Iterator[Sequence]:
         """Running sequences that have room for all their tokens, preempting to make it."""

@@ -26,8 +26,8 @@ class SimulatedRunner:
         self._seed = seed
 
     def run(self, batch: list[Scheduled]) -> list[Sample]:
-        num_tokens = sum(scheduled.num_tokens for scheduled in batch)
-        context = sum(scheduled.sequence.num_computed_tokens for scheduled in batch)
+        num_tokens = sum(num_tokens for _, num_tokens in batch)
+        context = sum(sequence.num_computed_tokens for sequence, _ in batch)
         deadline = time.perf_counter() + self._profile.step_seconds(num_tokens, context)
         samples = [
             self._sample(sequence)
