@@ -12,6 +12,10 @@ from typing import NamedTuple, cast
 class ModelError(ValueError):
     """A model that cannot be used; the message is one line naming the file and the reason."""
 
+    def __init__(self, message: str) -> None:
+        # Names out of a file may hold line breaks, or codes that a terminal would obey.
+        super().__init__("".join(each if each.isprintable() else "?" for each in message))
+
 
 class Fields(NamedTuple):
     """A table of named values, and where it came from for error messages."""

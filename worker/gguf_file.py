@@ -218,7 +218,8 @@ def read_tensor(
         if len(raw) != len(part) * row_bytes:
             raise ModelError(f"{file.name}: became shorter while it was read")
         # As one long row: blocks are independent, and the package is slow at short rows.
-        values = dequantize(raw.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
+        with np.errstate(all="ignore"):  # damaged weights may be no numbers
+            values = dequantize(raw.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
         part.copy_(torch.from_numpy(values).view(part.shape))
         progress(len(raw))
     return result

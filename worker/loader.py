@@ -232,9 +232,9 @@ def _tensor_files(directory: Path) -> list[Path]:
 
 
 def _shards(directory: Path, index: Fields) -> list[Path]:
-    names = set(index.table("weight_map").values.values())
+    names = {str(name) for name in index.table("weight_map").values.values()}
     files = []
-    for name in sorted(str(name) for name in names):
+    for name in sorted(names):
         if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
             raise ModelError(f"{index.source}: the shard {name[:80]!r} is not a plain file name")
         if not (directory / name).is_file():

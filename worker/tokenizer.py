@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SAMPLE = "To try it: é 1."  # some broken tokenizers load, and fail at the first text
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -60,21 +61,34 @@ class Tokenizer:
             raise ModelError(f"{directory}: holds no tokenizer.json; other kinds are not supported")
         try:
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
             raise ModelError(f"{path}: is no valid tokenizer: {one_line(error)}") from error
         settings = _optional_json(directory / "tokenizer_config.json")
         special = _special_tokens(settings)
-        return Tokenizer(
+        tokenizer = Tokenizer(
             backend,
             eos_ids=_eos_ids(directory, backend, special.get("eos_token")),
             bos_id=_id_of(backend, special.get("bos_token")),
             chat_template=_chat_template(directory, settings, special),
         )
+        tokenizer.encode(_SAMPLE)
+        return tokenizer
 
     @staticmethod
     def from_gguf(metadata: Fields) -> Tokenizer:
         """From the metadata of a GGUF file, or ModelError."""
-        backend = build_backend(metadata)
+        try:
+            backend = build_backend(metadata)
+        except ModelError:
+            raise
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
+            raise ModelError(
+                f"{metadata.source}: has no valid tokenizer: {one_line(error)}"
+            ) from error
         size = backend.get_vocab_size()
         ids = {name: token_id(metadata, name, size) for name in ("bos", "eos", "eot", "eom")}
         special = {
@@ -83,7 +97,7 @@ class Tokenizer:
             if index is not None
         }
         template = metadata.string("tokenizer.chat_template", "")
-        return Tokenizer(
+        tokenizer = Tokenizer(
             backend,
             eos_ids=frozenset(
                 index for name, index in ids.items() if name != "bos" and index is not None
@@ -91,6 +105,8 @@ class Tokenizer:
             bos_id=ids["bos"],
             chat_template=_make_template(template, special) if template else None,
         )
+        tokenizer.encode(_SAMPLE)
+        return tokenizer
 
     @property
     def has_chat_template(self) -> bool:
@@ -104,6 +120,10 @@ class Tokenizer:
             # Half a surrogate pair, which JSON can carry: no tokenizer has a token for it.
             repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self.backend.encode(repaired, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
+            raise ModelError(f"the tokenizer failed: {one_line(error)}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these tokens; ids that the vocabulary lacks stand for nothing."""
@@ -157,6 +177,11 @@ class Tokenizer:
         )
 
 
+def _is_library_error(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: nothing narrow, and panics of its Rust code."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _way_of_writing(backend: Backend) -> tuple[bool, bool]:
     """How the vocabulary writes text: in GPT-2's byte alphabet, or as SentencePiece does.
 
@@ -204,7 +229,7 @@ def _special_tokens(settings: Fields) -> dict[str, str]:
         value = settings.values.get(name)
         if isinstance(value, dict):
             value = value.get("content")
-        if isinstance(value, str):
+        if isinstance(value, str) and value.isprintable():
             special[name] = value
         elif value is not None:
             raise settings.wrong(name, "a token")
