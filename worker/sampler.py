@@ -72,7 +72,8 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
     if params.penalised:
         _penalise(logits, sequence, params)
     if params.stop_token_ids and sequence.num_output_tokens < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
+        known = [token_id for token_id in params.stop_token_ids if 0 <= token_id < len(logits)]
+        logits[known] = -torch.inf
 
 
 def _penalise(logits: Tensor, sequence: Sequence, params: SamplingParams) -> None:
@@ -93,7 +94,9 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """One token id a row, [R] int64, drawn after temperature and truncation."""
     params = [sequence.params for sequence in sequences]
     uniform = _column([sequence.rng.random() for sequence in sequences], logits, torch.float64)
-    probabilities = (logits / _column([p.temperature for p in params], logits)).softmax(-1)
+    temperature = _column([p.temperature for p in params], logits)
+    temperature.clamp_(max=torch.finfo(temperature.dtype).max)  # inf would make NaN of a ban
+    probabilities = (logits / temperature).softmax(-1)
     floor = _column([p.min_p for p in params], logits) * probabilities.amax(-1, keepdim=True)
     probabilities.masked_fill_(probabilities < floor, 0.0)
     truncated = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
@@ -119,11 +122,14 @@ def _pick_from_head(
     width = min(width, vocab)
     best, ids = probabilities.topk(width)
     best.masked_fill_(torch.arange(width, device=best.device) >= top_k, 0.0)
-    whole = torch.where(top_k <= width, best.sum(-1, keepdim=True), probabilities.sum(-1, True))
     mass = best.cumsum(-1)
-    if width < vocab and bool(((mass[:, -1:] < top_p * whole) & (top_k > width)).any()):
+    whole = torch.where(top_k < vocab, mass[:, -1:], probabilities.sum(-1, keepdim=True))
+    too_few = (top_k > width) & ((top_k < vocab) | (mass[:, -1:] < top_p * whole))
+    if width < vocab and bool(too_few.any()):
         return _pick_from_head(probabilities, uniform, top_k, top_p, vocab)
-    best.masked_fill_(mass - best >= top_p * whole, 0.0)
+    beyond = mass - best >= top_p * whole
+    beyond[:, 0] = False  # whatever top_p was rounded to
+    best.masked_fill_(beyond, 0.0)
     return ids.gather(1, _pick(best, uniform)[:, None])[:, 0]
 
 
@@ -137,7 +143,8 @@ def _pick(shares: Tensor, uniform: Tensor) -> Tensor:
     edges = shares.double().cumsum(-1)
     total = edges[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))
-    return torch.searchsorted(edges, torch.minimum(uniform * total, below), right=True)[:, 0]
+    columns = torch.searchsorted(edges, torch.minimum(uniform * total, below), right=True)
+    return columns[:, 0].clamp_(max=shares.shape[1] - 1)  # shares that are NaN have no column
 
 
 def _column(values: list[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
