@@ -124,11 +124,13 @@ def test_the_head_of_the_line_waits_for_memory_and_is_not_overtaken():
 
 def test_a_newcomer_leaves_room_for_the_growth_of_those_who_run():
     scheduler = make(num_blocks=8)
-    add(scheduler, 0, [1] * 16, max_tokens=5)
+    add(scheduler, 0, [1] * 16, max_tokens=9)
     step(scheduler)
-    add(scheduler, 1, [2] * 16)
-    assert list(step(scheduler)) == [0]
-    assert not scheduler.preempted
+    add(scheduler, 1, [2] * 12)  # its three blocks are free, but would be the last
+    while scheduler.running:
+        assert list(step(scheduler)) == [0]
+        assert not scheduler.preempted
+    assert list(step(scheduler)) == [1]
 
 
 def test_a_prompt_shares_blocks_that_the_same_step_computes():
@@ -192,9 +194,7 @@ def test_those_who_leave_the_line_are_let_go():
     for id in range(2, 1000):
         scheduler.remove(add(scheduler, id, [id]))
     assert scheduler.num_waiting == 1
-    kept = [
-        one for one in gc.get_objects() if isinstance(one, Sequence) and one.id in range(2, 1000)
-    ]
+    kept = [one for one in gc.get_objects() if type(one) is Sequence and one.id in range(2, 1000)]
     assert len(kept) < 10
     finish(scheduler, within=40)
 
@@ -274,6 +274,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(num_tokens >= 1 for _, num_tokens in batch)
         assert len(running) <= config.max_num_seqs
         assert sorted(s.id for s, _ in batch) == sorted(s.id for s in running), "nobody stalls"
+        if not config.preallocate:
+            for sequence in running:
+                spare = len(sequence.block_ids) * SIZE - len(sequence.token_ids)
+                assert 0 <= spare < SIZE, "no memory is taken before it is needed"
 
     def check_preemptions(self, before: list[Sequence]) -> None:
         preempted, kept = self.scheduler.preempted, [s for s in before if s.block_ids]
