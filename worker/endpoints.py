@@ -14,7 +14,7 @@ from worker.bodies import BodyReader
 from worker.detokenizer import Detokenizer
 from worker.generation import Choice, Generation
 from worker.lifecycle import Lifecycle
-from worker.loop import EngineDeadError, EngineLoop, QueueFullError
+from worker.loop import EngineLoop, QueueFullError
 from worker.metrics import Metrics
 from worker.middleware import recover_from_abort, request_id, safe_id, shutting_down
 from worker.models import Models
@@ -128,8 +128,6 @@ class Generate:
                     status=503,
                     retry_after=QUEUE_RETRY_SECONDS,
                 ) from None
-            except EngineDeadError:
-                raise ApiError("The engine has stopped", status=503) from None
             detokenizer = Detokenizer(
                 self._tokenizer,
                 prompt.token_ids,

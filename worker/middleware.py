@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from worker.api_error import ApiError
 from worker.lifecycle import Lifecycle
+from worker.loop import EngineDeadError
 from worker.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ def answer_errors(
             if error.status >= 500:
                 log.warning("%s: %d %s", request_id.get(), error.status, error.message)
             return error_response(error)
+        except EngineDeadError:
+            return error_response(ApiError("The engine has stopped", status=503))
         except web.HTTPException as refusal:  # aiohttp's own: no such route, wrong method
             response = error_response(ApiError(refusal.reason, status=refusal.status))
             if "Allow" in refusal.headers:

@@ -91,7 +91,7 @@ def for_choice(params: SamplingParams, index: int) -> SamplingParams:
     """The same for the `index`-th answer to a prompt: seeded answers must differ."""
     if params.seed is None or index == 0:
         return params
-    wrapped = (params.seed + index - INT64.start) % len(INT64) + INT64.start
+    wrapped = (params.seed + index + 2**63) % 2**64 - 2**63  # it stays a 64-bit integer
     return replace(params, seed=wrapped)
 
 

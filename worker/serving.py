@@ -24,7 +24,7 @@ from worker.server import LIFECYCLE
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 75.0  # for a connection to complete the headers of its next request
-LINGER_SECONDS = 2.0  # for a client to read a refusal before it has sent its whole body
+LINGER_SECONDS = 1.0  # for a client to read a refusal before it has sent its whole body
 SHUTDOWN_SECONDS = 1.0  # for handlers that outlive the drain
 BACKLOG = 1024  # connections that wait to be accepted
 
