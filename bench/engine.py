@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from bench.report import spread, write
@@ -136,7 +137,7 @@ def throughput(
     times: dict[str, list[float]] = {way: [] for way in ways}
     ours = [s.token_ids[PROMPT:] for s in finish(engine, prompts, ANSWER)]
     same = sum(a == b for a, b in zip(ours, baseline.generate(prompts), strict=True))
-    for _ in range(rounds):
+    for _ in track(range(rounds), "Throughput"):
         for way, run in ways.items():
             engine.reset_prefix_cache()
             times[way].append(seconds(run))
@@ -157,7 +158,7 @@ def throughput(
 def first_token(engine: Engine, vocab_size: int, rounds: int) -> dict[str, Any]:
     """Time to first token of a PREFIX-token prompt, cold and again with another ending."""
     cold, warm = [], []
-    for i in range(rounds + 1):
+    for i in track(range(rounds + 1), "First token"):
         prefix = random_prompt(PREFIX, vocab_size, seed=100 + i)
         engine.reset_prefix_cache()
         cold.append(seconds(lambda: finish(engine, [[*prefix, 1]], 1)))  # noqa: B023
