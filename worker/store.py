@@ -14,11 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from worker.model_report import ModelReport, files_of, report
 from worker.pull import BUNDLED, PullProgress, StoreError, pull_bundled, pull_from_hub
 
-__all__ = ["ModelEntry", "StoreError", "cache_directory", "list_models", "pull", "resolve"]
+__all__ = [
+    "ModelEntry",
+    "Pulled",
+    "StoreError",
+    "cache_directory",
+    "inspect",
+    "list_models",
+    "pull",
+    "resolve",
+]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_NAME = re.compile(f"{_PART}(/{_PART})?")
 _PARTIAL = ".partial"
 
 
@@ -38,7 +49,7 @@ class Pulled(NamedTuple):
 
 
 def cache_directory() -> Path:
-    """Where pulled models are: $WARMPATH_CACHE, else the user's cache directory."""
+    """Where pulled models are: in $WARMPATH_CACHE, else in the user's cache directory."""
     override = os.environ.get("WARMPATH_CACHE")
     if override:
         return Path(override).expanduser() / "models"
@@ -48,19 +59,19 @@ def cache_directory() -> Path:
 
 
 def resolve(name_or_path: str) -> Path:
-    """The file or directory of a model given by path or by the name it was pulled as."""
+    """The file or directory of a model, given by path or by the name it was pulled as."""
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
-    if _NAME.fullmatch(name_or_path):
-        pulled = _home(name_or_path)
-        if pulled.is_dir():
-            return pulled
+    if not _is_name(name_or_path):
+        raise StoreError(f"there is no model at {name_or_path!r}")
+    home = _home(name_or_path)
+    if not home.is_dir():
         raise StoreError(
             f"there is no model {name_or_path!r} here: pull it with "
             f"`warmpath model pull {name_or_path}`, or give the path of a model"
         )
-    raise StoreError(f"there is no model at {name_or_path!r}")
+    return home
 
 
 def pull(name: str, progress: PullProgress, *, force: bool = False) -> Pulled:
@@ -68,20 +79,21 @@ def pull(name: str, progress: PullProgress, *, force: bool = False) -> Pulled:
 
     Names are those of `BUNDLED`, or of a repository of the Hugging Face hub, `org/name`.
     """
-    home = _home(checked_name(name))
-    if name not in BUNDLED and "/" not in name:
+    if not _is_name(name) or (name not in BUNDLED and "/" not in name):
         known = ", ".join(BUNDLED)
-        raise StoreError(f"no model is called {name!r}: known are {known}, or org/name on the hub")
-    with _no_space_is_an_error(), _locked(home):
+        raise StoreError(
+            f"{name[:100]!r} is no model to pull: give {known}, or org/name for one of "
+            "the Hugging Face hub"
+        )
+    home = _home(name)
+    with _clear_about_the_disk(), _locked(home) as partial:
         if home.is_dir() and not force:
             return Pulled(home, fresh=False)
-        partial = home.parent / _PARTIAL / home.name
-        partial.mkdir(parents=True, exist_ok=True)
         if name in BUNDLED:
             ready = pull_bundled(BUNDLED[name], partial, progress)
         else:
             ready = pull_from_hub(name, partial, progress)
-        _replace(ready, home)
+        _put_in_place(ready, home)
         shutil.rmtree(partial, ignore_errors=True)
     return Pulled(home, fresh=True)
 
@@ -91,65 +103,59 @@ def list_models() -> list[ModelEntry]:
     root = cache_directory()
     homes = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     return [
-        ModelEntry(home.name.replace("--", "/"), home, size_on_disk(home))
+        ModelEntry(
+            home.name.replace("--", "/", 1),
+            home,
+            sum(file.stat().st_size for file in files_of(home)),
+        )
         for home in sorted(homes)
-        if not home.name.startswith(".")
+        if home.name[0] != "."
     ]
 
 
-def checked_name(name: str) -> str:
-    """The name, if it can be one: never a path out of the cache."""
-    if not _NAME.fullmatch(name) or "--" in name:
-        raise StoreError(f"{name[:100]!r} cannot be a model's name: use letters, digits and .-_")
-    return name
+def inspect(name_or_path: str) -> ModelReport:
+    """What a model is; StoreError or ModelError if it is not here or not usable."""
+    return report(resolve(name_or_path))
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files that make up a model."""
-    if path.is_file():
-        return [path]
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(path).parts)
-    )
-
-
-def size_on_disk(path: Path) -> int:
-    return sum(file.stat().st_size for file in files_of(path))
+def _is_name(text: str) -> bool:
+    """Whether this can be a model's name: never a path out of the cache."""
+    return _NAME.fullmatch(text) is not None and "--" not in text
 
 
 def _home(name: str) -> Path:
     return cache_directory() / name.replace("/", "--")
 
 
-def _replace(ready: Path, home: Path) -> None:
-    """Puts a finished directory in place; a directory cannot be renamed over a full one."""
-    old = ready.with_name(f"{ready.name}.old")
+def _put_in_place(ready: Path, home: Path) -> None:
+    """Renames a finished directory; one that it replaces goes aside first, then away."""
+    old = ready.with_name("old")
     shutil.rmtree(old, ignore_errors=True)
     if home.exists():
         home.rename(old)
     ready.rename(home)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    """One pull of a model at a time; the lock goes with its process, however that ends."""
+def _locked(home: Path) -> Iterator[Path]:
+    """One pull of a model at a time; gives the directory to make it in.
+
+    The lock is the operating system's and goes with its process, however that ends.
+    """
     from filelock import FileLock
 
-    directory = home.parent / _PARTIAL
-    directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / f"{home.name}.lock"):
-        yield
+    partial = home.parent / _PARTIAL / home.name
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(partial.with_name(f"{home.name}.lock")):
+        partial.mkdir(exist_ok=True)
+        yield partial
 
 
 @contextmanager
-def _no_space_is_an_error() -> Iterator[None]:
+def _clear_about_the_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise StoreError(
-            f"the model cache {cache_directory()} cannot be written: {error.strerror}{where}"
-        ) from error
+        where = error.filename or cache_directory()
+        reason = error.strerror or error
+        raise StoreError(f"the model cache cannot be written: {where}: {reason}") from error
