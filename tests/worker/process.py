@@ -1,0 +1,90 @@
+"""A worker in a process of its own, as users run it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+DEADLINE = 90.0  # seconds for a start on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A running worker."""
+
+    url: str
+    events_endpoint: str
+    replay_endpoint: str
+    process: asyncio.subprocess.Process
+    http: aiohttp.ClientSession
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    async def metric(self, name: str) -> float:
+        """The sum over a metric's series."""
+        async with self.http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+    async def wait_for_metric(self, name: str, value: float) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while await self.metric(name) != value:
+                await asyncio.sleep(0.02)
+
+    async def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def running_worker(*flags: str) -> AsyncIterator[Worker]:
+    """`warmpath work FLAGS` on free ports, ready to serve."""
+    http, events, replay = free_ports(3)
+    command = [Path(sys.executable).parent / "warmpath", "work", *flags, "--port", str(http)]
+    command += ["--kv-events-port", str(events), "--kv-replay-port", str(replay)]
+    process = await asyncio.create_subprocess_exec(*command)
+    url = f"http://127.0.0.1:{http}"
+    try:
+        async with aiohttp.ClientSession(url) as session:
+            await until_ready(session, process)
+            endpoints = (f"tcp://127.0.0.1:{port}" for port in (events, replay))
+            yield Worker(url, *endpoints, process, session)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def until_ready(session: aiohttp.ClientSession, process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            assert process.returncode is None, "the worker ended before it was ready"
+            try:
+                async with session.get("/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
