@@ -26,7 +26,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     if fields.string("hidden_act", "silu") != "silu":
         raise fields.wrong("hidden_act", "silu")
     _refuse_bias(fields, architecture)
-    context = fields.integer("max_position_embeddings", 2048, high=_MAX_CONTEXT)
+    context = fields.integer("max_position_embeddings", high=_MAX_CONTEXT)
     _refuse_sliding_window(fields, architecture, context)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -191,10 +191,11 @@ def _refuse_sliding_window(fields: Fields, architecture: str, context: int) -> N
 
 def _rope_fields(fields: Fields) -> Fields:
     """The rotary settings as one table: transformers 5 nests them, 4 spreads them."""
-    if fields.has("rope_parameters"):
-        return fields.table("rope_parameters")
-    scaling = fields.table("rope_scaling").values if fields.has("rope_scaling") else {}
-    return Fields(fields.source, {"rope_theta": fields.values.get("rope_theta")} | dict(scaling))
+    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    settings = dict(fields.table(name).values) if fields.has(name) else {}
+    if any(isinstance(value, dict) for value in settings.values()):
+        raise _refused(fields, "rotary embeddings that differ from layer to layer")
+    return Fields(fields.source, {"rope_theta": fields.values.get("rope_theta")} | settings)
 
 
 def _rope_scaling(rope: Fields) -> RopeScaling | None:

@@ -118,6 +118,8 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = read_gguf(path)
+        if self._file.metadata.values.get("split.count", 1) != 1:
+            raise ModelError(f"{path}: is one of several parts; join them with llama-gguf-split")
         self._tensors = {
             _hf_name(name): tensor
             for name, tensor in self._file.tensors.items()
@@ -146,10 +148,13 @@ class GgufCheckpoint:
     def tensors(
         self, dtype: torch.dtype, device: torch.device | str, progress: Progress
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        with self.path.open("rb") as file:
-            for name, stored in self._tensors.items():
-                tensor = read_tensor(file, stored, dtype, progress)
-                yield name, self._unpermuted(name, tensor).to(device)
+        try:
+            with self.path.open("rb") as file:
+                for name, stored in self._tensors.items():
+                    tensor = read_tensor(file, stored, dtype, progress)
+                    yield name, self._unpermuted(name, tensor).to(device)
+        except OSError as error:
+            raise ModelError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def _unpermuted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Undoes the reordering of q and k rows that llama.cpp's converter does for `llama`.

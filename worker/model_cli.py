@@ -190,13 +190,12 @@ def _progress(name: str) -> Iterator[PullProgress]:
 
 
 def _log_lines(name: str) -> Callable[[int, int | None], None]:
-    last = -_SECONDS_BETWEEN_LINES
+    next_line = 0.0
 
     def log(done: int, total: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES or done == total:
-            last = now
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             of_total = f" of {_bytes(total)}" if total else ""
             click.echo(f"pulling {name}: {_bytes(done)}{of_total}", err=True)
 

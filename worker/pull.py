@@ -203,8 +203,10 @@ def _watched(directory: Path, total: int, progress: PullProgress) -> Iterator[No
     done = Event()
 
     def watch() -> None:
+        most = 0  # files are moved about on the way
         while not done.wait(_POLL_SECONDS):
-            progress(min(_bytes_below(directory), total), total)
+            most = max(most, _bytes_below(directory))
+            progress(min(most, total), total)
 
     watcher = Thread(target=watch, name="pull-progress", daemon=True)
     progress(0, total)

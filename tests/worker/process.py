@@ -32,15 +32,16 @@ class Worker:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    async def metric(self, name: str) -> float:
-        """The sum over a metric's series."""
+    async def metric(self, name: str, label: str = "") -> float:
+        """The sum over a metric's series, or over those with a label such as `reason="abort"`."""
         async with self.http.get("/metrics") as response:
             lines = (await response.text()).splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+        series = [line for line in lines if line.startswith(name + "{") and label in line]
+        return sum(float(line.split()[-1]) for line in series)
 
     async def wait_for_metric(self, name: str, value: float) -> None:
         async with asyncio.timeout(DEADLINE):
-            while await self.metric(name) != value:
+            while await self.metric(name) != value:  # noqa: ASYNC110  # of another process
                 await asyncio.sleep(0.02)
 
     async def stop(self) -> int:

@@ -74,6 +74,23 @@ def test_rotary_settings_are_read_as_either_transformers_writes_them(tmp_path, t
     assert config.rope_scaling == LLAMA3_SCALING
 
 
+def test_the_rotary_base_may_stand_beside_the_parameters(tmp_path):
+    write_hf_model(tmp_path, changes={"rope_parameters": {"rope_type": "default"}})
+    edit_config(tmp_path, rope_theta=5e5)
+    assert open_model(tmp_path).config.rope_theta == 5e5
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    write_gguf_model(tmp_path / "m.gguf")
+    checkpoint = open_model(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:-100])
+    with pytest.raises(ModelError, match="became shorter"):
+        load(checkpoint)
+    (tmp_path / "m.gguf").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(checkpoint)
+
+
 def test_linear_scaling_divides_every_frequency(tmp_path):
     write_hf_model(tmp_path, changes={"rope_scaling": {"type": "linear", "factor": 4.0}})
     scaling = open_model(tmp_path).config.rope_scaling
@@ -199,6 +216,7 @@ def edit_config(directory: Path, **changes: object) -> None:
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of the head"),
+        ("llama", {"rope_parameters": {"full_attention": {"factor": 2}}}, "layer to layer"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
@@ -327,6 +345,7 @@ def test_integer_weights_are_refused(tmp_path):
         ({"llama.attention.sliding_window": 128}, "sliding"),
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({"llama.rope.dimension_count": 8}, "dimension_count"),
+        ({"split.count": 2}, "one of several parts"),
         ({"llama.block_count": 3}, "lacks the tensor model.layers.2"),
         ({"llama.block_count": "2"}, "block_count"),
         ({"llama.attention.head_count_kv": [2, 2]}, "head_count_kv"),

@@ -14,7 +14,7 @@ from tests.worker.subscriber import KVSubscriber
 
 REQUESTS = 2000
 CLIENTS = 32
-WORDS = "the quick brown fox jumps over a lazy dog while it rains in the north".split()
+WORDS = "the quick brown fox jumps over a lazy dog while it rains in the north"
 BAD_BODIES = [
     b"",
     b"{",
@@ -33,8 +33,8 @@ BAD_BODIES = [
 
 def prompt(rng: random.Random) -> str:
     """Often with a prefix that others have too, of very different lengths."""
-    shared = " ".join(WORDS * rng.choice([0, 0, 3, 10]))
-    return shared + " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
+    shared = WORDS * rng.choice([0, 0, 3, 10])
+    return shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 60)))
 
 
 async def good(worker: Worker, rng: random.Random) -> str:
@@ -116,6 +116,7 @@ async def test_a_soak_leaves_nothing_behind():
         done = await load(worker, 1000, REQUESTS)
         await is_quiet(worker)
         assert min(done.values()) > 100, done
+        assert await worker.metric("vllm:request_success_total", 'reason="abort"') > 100
         assert worker.resident_bytes - before < 16 << 20
         # A reset is granted only when every single block is free.
         async with worker.http.post("/reset_prefix_cache") as response:
