@@ -37,7 +37,7 @@ def wait_until_ready(index: int) -> None:
     url = f"http://127.0.0.1:{FIRST_PORT + 3 * index}/ready"
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(url, timeout=5):  # noqa: S310  # loopback
+            with urllib.request.urlopen(url, timeout=5):
                 return
         except OSError:
             time.sleep(0.1)

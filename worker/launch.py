@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from worker.bodies import BodyLimits
@@ -18,7 +22,6 @@ from worker.loop import EngineLoop
 from worker.metrics import Metrics
 from worker.options import WorkOptions
 from worker.profiles import PROFILES
-from worker.sequence import SamplingParams
 from worker.server import make_app
 from worker.serving import serve
 from worker.simulate import SimulatedRunner
@@ -41,6 +44,7 @@ class Parts:
     tokenizer: Tokenizer | ByteTokenizer
     vocab_size: int
     dtype: str
+    warm_up: Callable[[], None]
 
 
 async def launch(options: WorkOptions) -> None:
@@ -70,12 +74,6 @@ async def launch(options: WorkOptions) -> None:
         body_limits=BodyLimits(max_bytes=options.max_body_bytes),
     )
 
-    async def warm_up() -> None:
-        """One token, so that the first request meets warm caches and allocated memory."""
-        if options.simulate is None:
-            async for _ in loop.submit([0], SamplingParams(max_tokens=1, temperature=0.0)):
-                pass
-
     def announce(port: int) -> None:
         log.info(
             "Ready in %.1f s: %s at http://%s:%d, %d blocks of %d tokens, at most %d tokens long",
@@ -88,6 +86,8 @@ async def launch(options: WorkOptions) -> None:
             config.max_model_len,
         )
 
+    gc.collect()
+    gc.freeze()  # what is here now stays: no later collection need look at it
     loop.start()
     try:
         await serve(
@@ -95,7 +95,7 @@ async def launch(options: WorkOptions) -> None:
             options.host,
             options.port,
             drain_seconds=options.drain_seconds,
-            warm_up=warm_up,
+            warm_up=partial(asyncio.to_thread, parts.warm_up),
             on_ready=announce,
         )
     finally:
@@ -122,7 +122,7 @@ def _simulated(options: WorkOptions) -> Parts:
     )
     runner = SimulatedRunner(profile, alphabet, options.seed)
     name = options.model or str(options.simulate)
-    return Parts(name, config, runner, tokenizer, tokenizer.vocab_size, "simulated")
+    return Parts(name, config, runner, tokenizer, tokenizer.vocab_size, "simulated", runner.warm_up)
 
 
 def _real(options: WorkOptions) -> Parts:
@@ -147,7 +147,7 @@ def _real(options: WorkOptions) -> Parts:
     )
     runner = ModelRunner(model, config)
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
-    return Parts(str(options.model), config, runner, tokenizer, vocab_size, dtype)
+    return Parts(str(options.model), config, runner, tokenizer, vocab_size, dtype, runner.warm_up)
 
 
 def _device(wanted: str) -> str:

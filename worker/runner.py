@@ -14,6 +14,7 @@ from worker.scheduler import Scheduled
 from worker.sequence import Sample, Sequence
 
 ROWS_SCORED_AT_ONCE = 128  # bounds the memory of a long prompt's logits: rows * vocab * 4 bytes
+CPU_WARM_UP_TOKENS = 64
 
 
 class ModelRunner:
@@ -21,18 +22,38 @@ class ModelRunner:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self._model = model
-        self._block_size = config.block_size
+        self._config = config
         self._kv_cache = model.new_kv_cache(config.num_blocks, config.block_size)
         self._graphs: DecodeGraphs | None = None
-        if model.device.type == "cuda":
-            with torch.inference_mode():
-                self._graphs = DecodeGraphs(
-                    model, self._kv_cache, config.max_num_seqs, config.max_model_len
-                )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a step that leaves no trace, so that the first request meets compiled kernels and
+        touched memory; on a GPU the largest step, then capture the decode graphs."""
+        config, on_gpu = self._config, self._model.device.type == "cuda"
+        num_tokens = config.max_num_batched_tokens if on_gpu else CPU_WARM_UP_TOKENS
+        num_tokens = min(num_tokens, config.max_model_len)
+        step = StepInputs(
+            token_ids=self._int64([0] * num_tokens),
+            positions=self._int64(list(range(num_tokens))),
+            slots=self._int64([-1] * num_tokens),
+            batch=AttentionBatch(
+                block_tables=self._int32([[0] * -(-num_tokens // config.block_size)]),
+                query_start=self._int32([0, num_tokens]),
+                seq_lens=self._int32([num_tokens]),
+                max_query_len=num_tokens,
+                max_seq_len=num_tokens,
+            ),
+        )
+        self._model.logits(self._forward(step)[-1:])
+        if on_gpu:
+            self._graphs = DecodeGraphs(
+                self._model, self._kv_cache, config.max_num_seqs, config.max_model_len
+            )
 
     @torch.inference_mode()
     def run(self, batch: list[Scheduled]) -> list[Sample]:
-        hidden = self._forward(batch)
+        hidden = self._forward(self._inputs(batch))
         rows: list[int] = []  # of the tokens after which one is sampled
         sequences: list[Sequence] = []
         end = 0
@@ -47,8 +68,7 @@ class ModelRunner:
             return []
         return sample(self._model.logits(hidden[rows]), sequences)
 
-    def _forward(self, batch: list[Scheduled]) -> Tensor:
-        step = self._inputs(batch)
+    def _forward(self, step: StepInputs) -> Tensor:
         if self._graphs is not None and step.batch.max_query_len == 1:
             return self._graphs.run(step)
         return self._model.forward(
@@ -61,7 +81,7 @@ class ModelRunner:
         slots: list[int] = []
         query_start = [0]
         seq_lens: list[int] = []
-        size = self._block_size
+        size = self._config.block_size
         for sequence, num_tokens in batch:
             end = sequence.num_computed_tokens
             start = end - num_tokens

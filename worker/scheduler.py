@@ -20,7 +20,6 @@ from worker.blocks import BlockPool
 from worker.config import EngineConfig
 from worker.sequence import Sequence
 
-
 # A share of a step: compute so many tokens of a sequence, ending at its
 # `num_computed_tokens`. If these were its last known tokens, one more is sampled.
 Scheduled = tuple[Sequence, int]

@@ -25,6 +25,9 @@ class SimulatedRunner:
         self._alphabet = alphabet  # token ids to answer with
         self._seed = seed
 
+    def warm_up(self) -> None:
+        """Nothing here gets faster by use."""
+
     def run(self, batch: list[Scheduled]) -> list[Sample]:
         num_tokens = sum(num_tokens for _, num_tokens in batch)
         context = sum(sequence.num_computed_tokens for sequence, _ in batch)
