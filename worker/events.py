@@ -124,7 +124,7 @@ class Publisher:
         self._max_queue_size = max_queue_size
         self._queue: deque[tuple[int, float, list[Event]]] = deque()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._replays: dict[bytes, tuple[int, int]] = {}  # client: the range it still wants
+        self._replays: dict[bytes, int] = {}  # client: the first number it still wants
         self._encode = msgspec.msgpack.Encoder().encode
         self._linger = linger
         self._closing = False
@@ -253,31 +253,28 @@ class Publisher:
             if rest and not rest[0]:
                 del rest[0]  # the delimiter, which not every client sends
             if len(rest) == 1 and len(rest[0]) == 8:
-                self._replays[client] = (int.from_bytes(rest[0], "big"), self._last_seq() + 1)
+                self._replays[client] = int.from_bytes(rest[0], "big")
             else:
                 self.malformed_requests += 1
 
     def _serve_replay(self) -> None:
         """Send one slice to the client that has waited longest."""
-        client, (start, stop) = next(iter(self._replays.items()))
+        client, start = next(iter(self._replays.items()))
         del self._replays[client]
         first = bisect_left(self._sent, start, key=itemgetter(0))
-        batches = [b for b in islice(self._sent, first, first + SLICE) if b[0] < stop]
+        batches = list(islice(self._sent, first, first + SLICE))
         try:
             for seq, batch in batches:
                 self._reply(client, (self._topic, seq.to_bytes(8, "big"), batch))
             if len(batches) < SLICE:
                 self._reply(client, END_OF_REPLAY)
             else:
-                self._replays[client] = (batches[-1][0] + 1, stop)
+                self._replays[client] = batches[-1][0] + 1
         except zmq.ZMQError:
             self.abandoned_replays += 1
 
     def _reply(self, client: bytes, frames: tuple[bytes, bytes, bytes]) -> None:
         self._router.send_multipart([client, b"", *frames], zmq.DONTWAIT)
-
-    def _last_seq(self) -> int:
-        return self._sent[-1][0] if self._sent else -1
 
 
 def _numeric(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -452,6 +453,15 @@ def test_port_in_use_is_reported_to_the_caller(publisher: Publisher) -> None:
         open_publisher(port)
     with pytest.raises(OSError, match=r"cannot bind KV event replays .* already in use"):
         open_publisher(0, port)
+
+
+def test_failed_start_holds_no_port(publisher: Publisher) -> None:
+    other = open_publisher(linger=0.1)
+    other.close()
+    with pytest.raises(OSError, match="replays") as failure:
+        open_publisher(port_of(other.endpoint), port_of(publisher.endpoint))
+    open_publisher(port_of(other.endpoint), linger=0.1).close()
+    assert failure.value.errno == errno.EADDRINUSE
 
 
 def test_unknown_host_is_reported_to_the_caller() -> None:
