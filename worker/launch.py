@@ -17,7 +17,7 @@ from worker.bodies import BodyLimits
 from worker.byte_tokenizer import ByteTokenizer
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
-from worker.events import Publisher
+from worker.events import Publisher, default_topic
 from worker.loop import EngineLoop
 from worker.metrics import Metrics
 from worker.options import WorkOptions
@@ -183,11 +183,11 @@ def _engine_config(
 
 
 def _publisher(options: WorkOptions, model_name: str) -> Publisher:
-    """KV events under llm-d's topic, `kv@ADDRESS:PORT@MODEL`."""
+    """Publishes under the address at which routers find this worker."""
     address = options.host
     if address in ("0.0.0.0", "::"):  # noqa: S104  # a comparison
         address = os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
-    topic = f"kv@{address}:{options.port}@{model_name}"
+    topic = default_topic(f"{address}:{options.port}", model_name)
     return Publisher(options.host, options.kv_events_port, options.kv_replay_port, topic)
 
 
