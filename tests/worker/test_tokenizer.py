@@ -108,13 +108,13 @@ def test_ids_out_of_the_vocabulary_stand_for_nothing(smollm2, token_id):
 
 
 def test_a_hugging_face_directory_and_its_gguf_give_the_same_tokenizer(tmp_path):
-    write_hf_model(tmp_path / "hf")
+    write_hf_model(tmp_path / "hf", changes={"eos_token_id": 7})
     write_gguf_model(tmp_path / "m.gguf")
     hf = open_model(tmp_path / "hf").tokenizer()
     ggml = open_model(tmp_path / "m.gguf").tokenizer()
     text = "the quick <|im_end|> fox is 100 é\n\n"
     assert hf.encode(text) == ggml.encode(text) == tiny_tokenizer().encode(text).ids
-    assert hf.eos_ids == {0, 2}  # generation_config.json lists two
+    assert hf.eos_ids == {0, 2}  # as generation_config.json says, and not config.json
     assert ggml.eos_ids == {2}
     assert hf.bos_id == ggml.bos_id == 1
     assert hf.render_chat([USER]) == ggml.render_chat([USER])
@@ -157,7 +157,7 @@ def byte_level(pre: str, *, add_bos: bool | None = None) -> Any:
 
     def add(writer: GGUFWriter) -> None:
         alphabet = [token for token in sorted(tiny_tokenizer().get_vocab()) if len(token) == 1]
-        tokens = ["<s>", *alphabet, "12", "123", "45"]
+        tokens = ["<s>", *alphabet, "12", "123", "45", "whole"]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
@@ -189,6 +189,13 @@ def test_each_way_of_splitting_digits(tmp_path, pre, pieces):
     )
 
 
+def test_llama_3_takes_a_word_that_no_merges_make(tmp_path):
+    for pre, count in (("llama-bpe", 1), ("qwen2", 5)):
+        path = write_metadata(tmp_path / "m.gguf", byte_level(pre))
+        tokenizer = Tokenizer.from_gguf(read_gguf(path).metadata)
+        assert len(tokenizer.encode("whole", add_special_tokens=False)) == count
+
+
 def test_a_file_may_ask_for_a_beginning_of_text(tmp_path):
     for add_bos in (True, False):
         path = write_metadata(tmp_path / "m.gguf", byte_level("llama-bpe", add_bos=add_bos))
@@ -205,13 +212,13 @@ def test_qwen_composes_accents(tmp_path):
 @pytest.fixture
 def sentencepiece(tmp_path) -> Tokenizer:
     def add(writer: GGUFWriter) -> None:
-        pieces = ["▁the", "▁t", "he", "▁", "t", "h", "e"]
+        pieces = ["▁the", "▁t", "he", "eh", "▁", "t", "h", "e"]
         bytes_ = [f"<0x{value:02X}>" for value in range(256)]
         tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces]
         writer.add_tokenizer_model("llama")
         writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * 259 + [-3.0, -1.0, -2.0, -4.0, -5.0, -6.0, -7.0])
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 7)
+        writer.add_token_scores([0.0] * 259 + [-3.0, -1.0, -2.0, -4.0, -5.0, -6.0, -7.0, -8.0])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 8)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(0)
@@ -220,12 +227,13 @@ def sentencepiece(tmp_path) -> Tokenizer:
 
 
 def test_sentencepiece_joins_by_score_and_falls_back_to_bytes(sentencepiece):
-    ids = sentencepiece.encode("the thé")
+    ids = sentencepiece.encode("the thé ehe")
     pieces = [sentencepiece.token(each) for each in ids]
-    assert pieces == ["<s>", "▁the", "▁t", "h", "<0xC3>", "<0xA9>"]
-    assert sentencepiece.decode(ids) == "the thé"
+    assert pieces[:6] == ["<s>", "▁the", "▁t", "h", "<0xC3>", "<0xA9>"]
+    assert pieces[6:] == ["▁", "e", "he"]  # and not eh, e: its score is lower
+    assert sentencepiece.decode(ids) == "the thé ehe"
     assert sentencepiece.decode(ids) == sentencepiece.backend.decode(ids)
-    assert [sentencepiece.token_bytes(each) for each in ids[1:]] == [
+    assert [sentencepiece.token_bytes(each) for each in ids[1:6]] == [
         *(b" the", b" t", b"h", b"\xc3", b"\xa9")
     ]
     assert sentencepiece.eos_ids == {2}
@@ -416,6 +424,7 @@ LOOP = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %
     "template",
     [
         LOOP % "",
+        "{% set many = range(99999) %}" + "{% for each in many %}" * 3 + "{% endfor %}" * 3,
         LOOP % "xxxxxxxx",
         LOOP % "{{ messages[0].content }}",
         "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
