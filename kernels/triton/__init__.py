@@ -1,7 +1,7 @@
 """The Triton versions of every operation; each file has the name of its reference's.
 
-Kernels load, compute in float32, and round once on the store. Pointers are advanced by
-strides of whole tensors in 64 bits: a cache or a long prefill exceeds 2³¹ elements.
+Kernels load, compute in float32, and round once on the store. Offsets of rows are 64 bits
+wide: a cache or the activations of a long prefill may exceed 2³¹ elements.
 """
 
 from kernels import Ops

@@ -45,6 +45,8 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
             "capability": compiled.metadata.target.arch,
             "shared": compiled.metadata.shared,
             "is_elf": compiled.asm["cubin"].startswith(b"\x7fELF"),
+            "uses_tensor_cores": "mma" in compiled.asm["ptx"],
+            "copies_16_bytes": "cp.async.cg.shared.global" in compiled.asm["ptx"],
             "grid": grid,
         }
         print(json.dumps(report), flush=True)

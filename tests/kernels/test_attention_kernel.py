@@ -63,10 +63,10 @@ def make_case(
             )
     query_lens = torch.tensor([query_len for query_len, _ in lengths])
     heads = group * kv_heads
-    qkv = torch.randn(int(query_lens.sum()), (heads + 2) * head_dim, generator=generator)
+    spaced = torch.randn(int(query_lens.sum()), heads + 1, head_dim + 3, generator=generator)
     k_cache, v_cache = caches.to(DEVICE, dtype)
     return Case(
-        q=qkv.to(DEVICE, dtype)[:, head_dim:-head_dim].view(-1, heads, head_dim),
+        q=spaced.to(DEVICE, dtype)[:, 1:, :head_dim],
         k_cache=k_cache,
         v_cache=v_cache,
         batch=AttentionBatch(
@@ -160,6 +160,13 @@ def test_more_splits_than_keys() -> None:
     case = make_case([(1, 1), (2, 3)])
     got = case.attend(UNSPLIT._replace(splits=16))
     assert_as_exact(got, case.reference(), case.reference(torch.float64))
+
+
+@pytest.mark.parametrize("plan", [UNSPLIT, SPLIT])
+def test_large_scores_do_not_overflow(plan: Plan) -> None:
+    case = make_case([(1, 40), (3, 20)])
+    case = replace(case, q=1000 * case.q)
+    assert_as_exact(case.attend(plan), case.reference(), case.reference(torch.float64))
 
 
 @quick

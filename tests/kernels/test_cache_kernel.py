@@ -11,13 +11,15 @@ Write = Callable[..., None]
 
 @pytest.mark.parametrize("write", [write_kv, write_kv_reference])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k_first", [True, False])
 def test_rows_land_in_their_slots_and_nothing_else_changes(
-    write: Write, dtype: torch.dtype, device: torch.device
+    write: Write, dtype: torch.dtype, k_first: bool, device: torch.device
 ) -> None:
     blocks, block_size, heads, head_dim = 4, 3, 3, 5
     qkv = torch.randn(5, 4 * heads * head_dim, device=device).to(dtype)
     k = qkv[:, 30:45].view(5, heads, head_dim)
-    v = qkv[:, 15:30].view(5, heads, head_dim)
+    v = torch.randn(5, heads, head_dim + 2, device=device).to(dtype)[..., :head_dim]
+    k, v = (k, v) if k_first else (v, k)
     k_cache, v_cache = torch.randn(2, blocks, block_size, heads, head_dim, device=device).to(dtype)
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
     slots = [7, -1, 11, 0, -1]

@@ -46,3 +46,6 @@ def test_every_kernel_compiles_and_fits(capability: int) -> None:
         assert report["is_elf"], report
         assert report["capability"] == capability
         assert report["shared"] <= LIMITS[capability], report
+        if report["kernel"] == "_attention_kernel" and report["dtype"] == "torch.bfloat16":
+            assert report["uses_tensor_cores"], report
+            assert report["copies_16_bytes"], report

@@ -29,7 +29,8 @@ def test_rms_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
 def test_rms_norm_of_heads_within_a_fused_projection(device: torch.device) -> None:
     qkv = torch.randn(5, 8 * 12, device=device)
     weight = torch.randn(12, device=device)
-    for heads in (qkv[:, :60].view(5, 5, 12), qkv[:, 60:84].view(5, 2, 12)):
+    spaced = torch.randn(5, 3, 20, device=device)[:, :, 4:16]
+    for heads in (qkv[:, :60].view(5, 5, 12), qkv[:, 60:84].view(5, 2, 12), spaced):
         exact = rms_norm_reference(heads.double(), weight.double(), EPS)
         got = rms_norm(heads, weight, EPS)
         assert_as_exact(got, rms_norm_reference(heads, weight, EPS), exact)
@@ -51,10 +52,11 @@ def test_add_rms_norm(size: int, dtype: torch.dtype, device: torch.device) -> No
     normed, total = add_rms_norm(x, residual, weight, EPS)
     reference_normed, reference_total = add_rms_norm_reference(x, residual, weight, EPS)
     assert_as_exact(total, reference_total, residual.double() + x.double())
-    # The norm is of the sum that was returned, after rounding.
-    exact = rms_norm_reference(total.double(), weight.double(), EPS)
-    assert_as_exact(normed, rms_norm_reference(total, weight, EPS), exact)
-    torch.testing.assert_close(normed, reference_normed, rtol=0.04, atol=0.04)
+    assert_as_exact(
+        normed, reference_normed, rms_norm_reference(total.double(), weight.double(), EPS)
+    )
+    # The norm is of the sum that was returned, after rounding: of another it would often differ.
+    assert (normed != rms_norm(total, weight, EPS)).float().mean() < 0.02
     assert torch.equal(residual, before)
 
 

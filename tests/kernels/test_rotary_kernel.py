@@ -45,6 +45,15 @@ def test_rotary_within_a_fused_projection(
     assert torch.equal(got[:, untouched], qkv[:, untouched])
 
 
+def test_heads_may_be_spaced(device: torch.device) -> None:
+    rows = torch.randn(2, 3, 4, 11, device=device)
+    expected = rows.clone()
+    angle = angles(torch.arange(3, device=device), 8)
+    rotary(*rows[..., 2:10], angle.cos(), angle.sin())
+    rotary_reference(*expected[..., 2:10], angle.cos(), angle.sin())
+    torch.testing.assert_close(rows, expected)
+
+
 def test_rotary_refuses_what_it_would_corrupt(device: torch.device) -> None:
     q, k = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 1, 8, device=device)
     cos = torch.zeros(2, 4, device=device)
