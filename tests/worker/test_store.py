@@ -157,8 +157,12 @@ def test_an_interpreter_without_pip_is_told_how_to_get_it(index, monkeypatch, tm
 def test_source_packages_are_never_run(index, monkeypatch, tmp_path):
     next(index.glob("*.whl")).unlink()
     ran = tmp_path / "ran"
-    with zipfile.ZipFile(index / "tiny-model-1.0.zip", "w") as archive:
-        archive.writestr("tiny-model-1.0/setup.py", f"open({str(ran)!r}, 'w')")
+    with zipfile.ZipFile(index / "tiny_model-1.0.zip", "w") as archive:
+        archive.writestr(
+            "tiny_model-1.0/pyproject.toml",
+            "[build-system]\nrequires = []\nbuild-backend = 'build'\nbackend-path = ['.']\n",
+        )
+        archive.writestr("tiny_model-1.0/build.py", f"open({str(ran)!r}, 'w')")
     monkeypatch.setenv("PIP_NO_BINARY", ":all:")
     with pytest.raises(StoreError):
         store.pull("tiny", silent)
