@@ -22,9 +22,9 @@ from kernels.attention import AttentionBatch
 class DecodeGroup:
     """G sequences with one query each, padded to the same number of blocks."""
 
-    rows: Tensor  # [G] int64, their rows in q
+    rows: Tensor | None  # [G] int64, their rows in q; None: the rows of q as they are
     blocks: Tensor  # [G * num_blocks] int64, their block tables one after the other
-    mask: Tensor  # [G, 1, 1, num_blocks * block_size] bool, True where a key is theirs
+    mask: Tensor  # [G, 1, 1, num_blocks * block_size] added to scores: 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ def paged_attention_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
     """The same as `kernels.attention.paged_attention_reference`, in the dtype of the cache."""
-    plan = _plan(batch, k_cache.shape[1])
+    plan = _plan(batch, k_cache.shape[1], q.dtype)
+    if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+        return _decode(q, k_cache, v_cache, plan.decodes[0], scale)
     out = torch.zeros(q.shape, dtype=q.dtype)
     for group in plan.decodes:
         out[group.rows] = _decode(q[group.rows], k_cache, v_cache, group, scale)
@@ -67,7 +69,7 @@ def _decode(
         cache.index_select(0, group.blocks).view(num_seqs, -1, kv_heads, head_dim).transpose(1, 2)
         for cache in (k_cache, v_cache)
     )
-    grouped = q.view(num_seqs, kv_heads, num_heads // kv_heads, head_dim)
+    grouped = q.reshape(num_seqs, kv_heads, num_heads // kv_heads, head_dim)
     mask = group.mask.expand(-1, -1, grouped.shape[2], -1)
     attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return attended.reshape(num_seqs, num_heads, head_dim)
@@ -91,7 +93,7 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, prefill: Prefill, scal
 
 
 @lru_cache(maxsize=1)  # every layer of a step asks with the same batch
-def _plan(batch: AttentionBatch, block_size: int) -> Plan:
+def _plan(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> Plan:
     starts = batch.query_start.tolist()
     alike: dict[int, list[int]] = defaultdict(list)  # bucket of length -> decoding sequences
     prefills = []
@@ -101,7 +103,7 @@ def _plan(batch: AttentionBatch, block_size: int) -> Plan:
             alike[_bucket(num_blocks)].append(i)
         elif seq_len:
             prefills.append(_plan_prefill(batch, i, slice(starts[i], starts[i + 1]), num_blocks))
-    groups = [_plan_decodes(batch, members, block_size) for members in alike.values()]
+    groups = [_plan_decodes(batch, members, block_size, dtype) for members in alike.values()]
     return Plan(groups, prefills)
 
 
@@ -111,15 +113,20 @@ def _bucket(num_blocks: int) -> int:
     return -(-num_blocks // step) * step
 
 
-def _plan_decodes(batch: AttentionBatch, members: list[int], block_size: int) -> DecodeGroup:
+def _plan_decodes(
+    batch: AttentionBatch, members: list[int], block_size: int, dtype: torch.dtype
+) -> DecodeGroup:
     index = torch.tensor(members)
     seq_lens = batch.seq_lens[index]
     num_blocks = -(-int(seq_lens.max()) // block_size)
-    key = torch.arange(num_blocks * block_size)
+    foreign = torch.arange(num_blocks * block_size) >= seq_lens[:, None]
+    everything = len(members) == len(batch.seq_lens)
     return DecodeGroup(
-        rows=batch.query_start[index].long(),
+        rows=None if everything else batch.query_start[index].long(),
         blocks=batch.block_tables[index, :num_blocks].flatten().long(),
-        mask=(key < seq_lens[:, None])[:, None, None],
+        mask=torch.zeros(foreign.shape, dtype=dtype).masked_fill_(foreign, -torch.inf)[
+            :, None, None
+        ],
     )
 
 

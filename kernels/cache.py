@@ -12,5 +12,7 @@ def write_kv_reference(
     are left out.
     """
     used = slots >= 0
+    if not used.all():
+        k, v, slots = k[used], v[used], slots[used]
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        cache.view(-1, *cache.shape[2:])[slots[used]] = rows[used]
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)

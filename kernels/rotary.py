@@ -10,7 +10,8 @@ def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     Element i pairs with i + D/2, as in Hugging Face's Llama. q and k may be views into one
     fused projection.
     """
+    cos = torch.cat((cos, cos), dim=-1)[:, None]
+    sin = torch.cat((-sin, sin), dim=-1)[:, None]
+    half = q.shape[-1] // 2
     for x in (q, k):
-        first, second = x.chunk(2, dim=-1)
-        c, s = cos[:, None], sin[:, None]
-        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+        x.copy_(torch.addcmul(x * cos, x.roll(half, dims=-1), sin))

@@ -115,8 +115,7 @@ class Model:
         batch: AttentionBatch,
     ) -> Tensor:
         config, ops = self.config, self._ops
-        projected = linear(hidden, layer.qkv, layer.qkv_bias).contiguous()
-        heads = projected.view(len(hidden), -1, config.head_dim)
+        heads = linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
         q, k, v = torch.split(
             heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
         )
@@ -130,10 +129,10 @@ class Model:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias [out]; any strides."""
+    """x [T, in] times weight [out, in] transposed, plus bias [out]."""
     if x.is_cuda or x.shape[0] > FEW_ROWS or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
-    product = torch.mm(weight, x.t()).t()
+    product = torch.mm(weight, x.t()).t().contiguous()
     return product if bias is None else product.add_(bias)
 
 
