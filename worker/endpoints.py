@@ -107,7 +107,10 @@ class Generate:
             if answer.ask.stream:
                 return await self._stream(request, generation, answer)
             deltas = await generation.answers()
-            body = answer.whole(generation, deltas)
+            if answer.shows_tokens:  # there may be very many
+                body = await asyncio.to_thread(answer.whole, generation, deltas)
+            else:
+                body = answer.whole(generation, deltas)
             return web.Response(body=body, content_type="application/json")
 
     def _submit(self, generation: Generation, prompt: Prompt, ask: GenerationRequest) -> None:
@@ -164,8 +167,6 @@ class Generate:
             await generation.relay(send)
             if answer.ask.includes_usage:
                 last = answer.usage_chunk(generation) + DONE
-        except ConnectionError:  # nobody listens any more
-            return events.response
         except ApiError as error:
             if not events.started:
                 raise
@@ -182,7 +183,6 @@ class Generate:
 class Tokens:
     """Tokenising without running the model."""
 
-    _tokenizer: Tokenizer
     _limits: ModelLimits
     _models: Models
     _prompts: PromptReader
@@ -197,7 +197,7 @@ class Tokens:
                 "count": len(ids),
                 "max_model_len": self._limits.max_model_len,
                 "tokens": ids,
-                "token_strs": list(map(self._tokenizer.token, ids))
+                "token_strs": await self._prompts.strings_of(ids)
                 if ask.return_token_strs
                 else None,
             }
@@ -206,8 +206,7 @@ class Tokens:
     async def detokenize(self, request: web.Request) -> web.Response:
         ask = _parse_detokenize(await self._bodies.read(request))
         self._models.resolve(ask.model)
-        self._prompts.check_vocabulary(ask.tokens)
-        return json_response({"prompt": self._tokenizer.decode(ask.tokens)})
+        return json_response({"prompt": await self._prompts.text_of(ask.tokens)})
 
 
 def _id(request: web.Request, ask: GenerationRequest) -> str:

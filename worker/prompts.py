@@ -20,6 +20,7 @@ from worker.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, Tokeniz
 T = TypeVar("T")
 
 INLINE_LENGTH = 4096  # characters; more go to a thread, which costs about as much as these
+MAX_PARTS = 4096  # of one message
 RESERVED_KWARGS = frozenset(
     {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 )
@@ -136,6 +137,23 @@ class PromptReader:
         (ids,) = await self._run(len(request.prompt), self._encode_all, [request.prompt], specials)
         return ids
 
+    async def text_of(self, ids: list[int]) -> str:
+        """The text of tokens.
+
+        Raises:
+            ApiError: there are more than any text that can be tokenised here has, or they are
+                not tokens of this model.
+        """
+        count = len(ids)
+        rule = f"at most {self._max_characters} ids"
+        require(count <= self._max_characters, "tokens", rule, count)
+        self.check_vocabulary(ids)
+        return await self._run(count, self._tokenizer.decode, ids)
+
+    async def strings_of(self, ids: list[int]) -> list[str]:
+        """Each token as the vocabulary writes it."""
+        return await self._run(len(ids), lambda: list(map(self._tokenizer.token, ids)))
+
     def check_vocabulary(self, ids: list[int]) -> None:
         """Raise a 400 unless all `ids` are tokens of the model."""
         if ids and not 0 <= min(ids) <= max(ids) < self._limits.vocab_size:
@@ -194,6 +212,9 @@ class PromptReader:
         """Raise a 400 unless these are messages of text; returns about how many characters."""
         if not messages:
             raise ApiError("messages must not be empty", param="messages")
+        count = len(messages)
+        most = self._limits.max_model_len  # a message takes a token at least
+        require(count <= most, "messages", f"at most {most}", count)
         size = 0
         large = False  # tool calls and the like, which are not looked into
         for index, message in enumerate(messages):
@@ -251,6 +272,8 @@ def _forms(prompt: str | list[str | int | list[int]] | None) -> list[str | list[
         return [prompt]  # type: ignore[list-item]  # just seen to be all integers
     if int in kinds:
         raise ApiError("prompt cannot mix token ids with texts or lists", param="prompt")
+    count = len(prompt)
+    require(count <= MAX_CHOICES, "prompt", f"for at most {MAX_CHOICES} choices", count)
     return [_filled(part) for part in prompt]  # type: ignore[arg-type]  # no integers left
 
 
@@ -267,6 +290,8 @@ def _checked_text(message: Mapping[str, Any], where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise ApiError(f"{where}.content: expected a text or a list of parts", param="messages")
+    count = len(content)
+    require(count <= MAX_PARTS, "messages", f"of at most {MAX_PARTS} parts each", count)
     for index, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "input_text", "output_text"):

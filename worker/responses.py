@@ -91,7 +91,7 @@ class Answer(ABC):
         if first:
             self._begun.add(choice.index)
             events = self._first_chunk(choice)
-        if not (delta.text or delta.finish_reason or self._shows_tokens or first):
+        if not (delta.text or delta.finish_reason or self.shows_tokens or first):
             return events
         tail = b"]"
         if self.ask.includes_continuous_usage:
@@ -112,9 +112,11 @@ class Answer(ABC):
         return self._head + tail + b"}\n\n"
 
     @property
-    def _shows_tokens(self) -> bool:
-        """Whether chunks say more than their text."""
-        return bool(self.ask.return_token_ids) or self.ask.includes_continuous_usage
+    def shows_tokens(self) -> bool:
+        """Whether each token is told of, and not only the text."""
+        ask = self.ask
+        per_token = ask.return_token_ids or ask.prompt_logprobs is not None
+        return bool(per_token) or ask.includes_continuous_usage
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -151,8 +153,8 @@ class CompletionAnswer(Answer):
         super().__init__(ask, request_id, model, tokenizer)
 
     @property
-    def _shows_tokens(self) -> bool:
-        return super()._shows_tokens or self.ask.logprobs is not None
+    def shows_tokens(self) -> bool:
+        return super().shows_tokens or self.ask.logprobs is not None
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
@@ -208,8 +210,8 @@ class ChatAnswer(Answer):
         super().__init__(ask, request_id, model, tokenizer)
 
     @property
-    def _shows_tokens(self) -> bool:
-        return super()._shows_tokens or bool(self.ask.logprobs)
+    def shows_tokens(self) -> bool:
+        return super().shows_tokens or bool(self.ask.logprobs)
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {

@@ -51,7 +51,7 @@ def make_app(
     prompts = PromptReader(tokenizer, limits)
     bodies = BodyReader(body_limits)
     generate = Generate(loop, tokenizer, metrics, limits, models, prompts, bodies, lifecycle)
-    tokens = Tokens(tokenizer, limits, models, prompts, bodies)
+    tokens = Tokens(limits, models, prompts, bodies)
     status = Status(loop, metrics, models, lifecycle, kv_event_sources or {})
 
     async def close_prompts(app: web.Application) -> AsyncIterator[None]:

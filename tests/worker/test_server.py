@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,23 @@ async def test_scoring_a_prompt_as_evaluation_harnesses_do() -> None:
     assert none["choices"][0]["finish_reason"] == "length"
 
 
+async def test_an_echo_streams_as_it_reads_whole() -> None:
+    ask = {"prompt": "abc", "max_tokens": 6, "logprobs": 1, "echo": True, "ignore_eos": True}
+    async with serving(ScriptedRunner("zz")) as api:
+        whole = (await api.ok("/v1/completions", **ask))["choices"][0]
+        chunks = await api.events("/v1/completions", **ask)
+        alone = await api.events("/v1/completions", prompt="abc", max_tokens=0, echo=True)
+    scores: dict[str, list[Any]] = {key: [] for key in whole["logprobs"]}
+    for chunk in chunks:
+        for key, values in chunk["choices"][0]["logprobs"].items():
+            scores[key] += values
+    assert scores == whole["logprobs"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"] == "abczzzz"
+    assert scores["tokens"] == [*"abczz", "<|im_end|>", *"zz", "<|im_end|>"]
+    assert scores["text_offset"] == [0, 1, 2, 3, 4, 5, 5, 6, 7]  # a hidden token has no text
+    assert "".join(chunk["choices"][0]["text"] for chunk in alone) == "abc"
+
+
 async def test_completion_logprobs() -> None:
     async with serving(ScriptedRunner("bé")) as api:
         ask = {"prompt": "a", "max_tokens": 3, "logprobs": 3}
@@ -251,10 +269,12 @@ async def test_stops(
             answer = await api.ok("/v1/completions", **ask)
             choices, usage = answer["choices"], answer["usage"]
         await api.until_idle()
+        page = (await api.get("/metrics"))[1].decode()
     assert "".join(choice["text"] for choice in choices) == text
     assert choices[-1]["finish_reason"] == "stop"
     assert choices[-1]["stop_reason"] == stop_reason
     assert usage["completion_tokens"] == tokens
+    assert re.search(r'request_success_total{.*finished_reason="stop".*} 1.0', page)
 
 
 async def test_ignore_eos() -> None:

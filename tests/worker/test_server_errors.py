@@ -127,6 +127,8 @@ def answered(data: bytes) -> tuple[int, Any]:
         ("/tokenize", {}, 400, "prompt", "required"),
         ("/tokenize", {"prompt": "x" * 10**6}, 400, "input_text", "1000000 characters"),
         ("/tokenize", {"prompt": "x", "model": "no"}, 404, "model", "`no`"),
+        (CHAT, {"messages": HELLO * 600}, 400, "messages", "at most 512"),
+        ("/detokenize", {"tokens": [1] * 100_000}, 400, "tokens", "at most"),
         ("/detokenize", {"tokens": [999]}, 400, "prompt", "Token id 999"),
         ("/v1/nothing", {}, 404, None, "Not Found"),
     ],
