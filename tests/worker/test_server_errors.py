@@ -181,6 +181,13 @@ async def test_broken_and_hostile_http(data: bytes, status: int) -> None:
         await still_serves(api)
 
 
+async def test_json_of_nothing_but_brackets() -> None:
+    async with serving() as api:
+        body = b'{"prompt": [' + b"[]," * 1_500_000 + b"[]]}"
+        assert answered(await api.raw(http_post(COMPLETION, body)))[0] == 413
+        await still_serves(api)
+
+
 async def test_a_wrong_method_names_the_right_one() -> None:
     async with serving() as api, api.http.get(CHAT) as response:
         assert response.status == 405
