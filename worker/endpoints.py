@@ -28,7 +28,8 @@ from worker.protocol import (
     TokenizeRequest,
     parser,
 )
-from worker.responses import DONE, Answer, ChatAnswer, CompletionAnswer, event, rendered
+from worker.rendered import rendered
+from worker.responses import DONE, Answer, ChatAnswer, CompletionAnswer, event
 from worker.sse import EventStream
 
 QUEUE_RETRY_SECONDS = 1

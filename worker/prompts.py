@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from worker.api_error import ApiError, require, show
 from worker.chat_messages import ChatTemplateError
 from worker.detokenizer import TokenBytes
+from worker.inputs import checked_text, prompt_forms, text_of
 from worker.params import ModelLimits, check_prompt_length
 from worker.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, TokenizeRequest
 
 T = TypeVar("T")
 
 INLINE_LENGTH = 4096  # characters; more go to a thread, which costs about as much as these
-MAX_PARTS = 4096  # of one message
 RESERVED_KWARGS = frozenset(
     {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 )
@@ -79,7 +79,7 @@ class PromptReader:
             ApiError: a prompt is empty, too long, or not made of this model's tokens; or the
                 request wants too many answers.
         """
-        forms = _forms(request.prompt)
+        forms = prompt_forms(request.prompt)
         choices = len(forms) * request.num_choices
         require(choices <= MAX_CHOICES, "prompt", f"for at most {MAX_CHOICES} choices", choices)
         texts = [form for form in forms if isinstance(form, str)]
@@ -117,7 +117,7 @@ class PromptReader:
         self._check_ids(ids)
         last = request.messages[-1]
         echoes = request.echo and last["role"] == request.response_role
-        return Prompt(ids, _text_of(last) if echoes else None)
+        return Prompt(ids, text_of(last) if echoes else None)
 
     async def of_tokenize(self, request: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages; they may be more than the model can take."""
@@ -221,11 +221,12 @@ class PromptReader:
             where = f"messages[{index}]"
             if not isinstance(message.get("role"), str):
                 raise ApiError(f"{where}.role: this field is required", param="messages")
-            size += len(_checked_text(message, where)) + 16
+            size += len(checked_text(message, where))
             if message.keys() - {"role", "content"}:
                 large = True
         if size > self._max_characters:
             self._refuse_text(size)
+        size += 16 * count  # what a template writes around each
         return max(size, INLINE_LENGTH) if large else size
 
     def _check_text(self, text: str) -> None:
@@ -259,53 +260,3 @@ class PromptReader:
         if size < INLINE_LENGTH:
             return function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-
-def _forms(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
-    """The four forms of a prompt as a list of texts and token lists."""
-    if isinstance(prompt, str):
-        return [_filled(prompt)]
-    if not prompt:
-        raise ApiError("The prompt must not be empty.", param="prompt")
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
-        return [prompt]  # type: ignore[list-item]  # just seen to be all integers
-    if int in kinds:
-        raise ApiError("prompt cannot mix token ids with texts or lists", param="prompt")
-    count = len(prompt)
-    require(count <= MAX_CHOICES, "prompt", f"for at most {MAX_CHOICES} choices", count)
-    return [_filled(part) for part in prompt]  # type: ignore[arg-type]  # no integers left
-
-
-def _filled(part: str | list[int]) -> str | list[int]:
-    if not part:
-        raise ApiError("The prompt must not be empty.", param="prompt")
-    return part
-
-
-def _checked_text(message: Mapping[str, Any], where: str) -> str:
-    """A message's text, or a 400 for anything that is not text."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ApiError(f"{where}.content: expected a text or a list of parts", param="messages")
-    count = len(content)
-    require(count <= MAX_PARTS, "messages", f"of at most {MAX_PARTS} parts each", count)
-    for index, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text"):
-            raise ApiError(
-                f"{where}.content[{index}]: only text is supported, got {show(kind)}",
-                param="messages",
-            )
-        if not isinstance(part.get("text"), str):
-            raise ApiError(
-                f"{where}.content[{index}].text: this field is required", param="messages"
-            )
-    return _text_of(message)
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -16,9 +16,9 @@ import msgspec
 
 from worker.generation import Choice, Delta, Generation, Usage
 from worker.logprobs import LogprobsWriter, prompt_logprobs
-from worker.prompts import Prompt, Tokenizer
+from worker.prompts import Tokenizer
 from worker.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from worker.sequence import SamplingParams, TokenLogprobs
+from worker.sequence import TokenLogprobs
 
 VERSION = version("warmpath")
 FINGERPRINT = f"warmpath-{VERSION}"
@@ -286,36 +286,4 @@ def _whole_usage(usage: Usage) -> dict[str, Any]:
             "multimodal_tokens": None,
         },
         "completion_tokens_details": None,
-    }
-
-
-def rendered(answer: Answer, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
-    """What the engine would be given for a prompt: vLLM's /render answer."""
-    ask = answer.ask
-    return {
-        "request_id": answer.id,
-        "token_ids": prompt.token_ids,
-        "token_offsets": None,
-        "features": None,
-        "content_parts": None,
-        "sampling_params": {
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "seed": params.seed,
-            "stop": ask.stop_strings,
-            "stop_token_ids": sorted(ask.stop_token_ids or ()),
-            "max_tokens": params.max_tokens,
-            "min_tokens": params.min_tokens,
-        },
-        "model": answer.model,
-        "stream": bool(ask.stream),
-        "stream_options": ask.stream_options,
-        "cache_salt": ask.cache_salt,
-        "priority": ask.priority or 0,
-        "kv_transfer_params": None,
     }
