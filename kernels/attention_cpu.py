@@ -49,7 +49,7 @@ def paged_attention_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
 ) -> Tensor:
     """The same as `kernels.attention.paged_attention_reference`, in the dtype of the cache."""
-    plan = _plan(batch, k_cache.shape[1], q.dtype)
+    plan = _plan(batch, k_cache.shape[1], len(q), q.dtype)
     if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
         return _decode(q, k_cache, v_cache, plan.decodes[0], scale)
     out = torch.zeros(q.shape, dtype=q.dtype)
@@ -93,7 +93,7 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, prefill: Prefill, scal
 
 
 @lru_cache(maxsize=1)  # every layer of a step asks with the same batch
-def _plan(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> Plan:
+def _plan(batch: AttentionBatch, block_size: int, num_rows: int, dtype: torch.dtype) -> Plan:
     starts = batch.query_start.tolist()
     alike: dict[int, list[int]] = defaultdict(list)  # bucket of length -> decoding sequences
     prefills = []
@@ -103,7 +103,9 @@ def _plan(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> Plan:
             alike[_bucket(num_blocks)].append(i)
         elif seq_len:
             prefills.append(_plan_prefill(batch, i, slice(starts[i], starts[i + 1]), num_blocks))
-    groups = [_plan_decodes(batch, members, block_size, dtype) for members in alike.values()]
+    groups = [
+        _plan_decodes(batch, members, block_size, num_rows, dtype) for members in alike.values()
+    ]
     return Plan(groups, prefills)
 
 
@@ -114,13 +116,13 @@ def _bucket(num_blocks: int) -> int:
 
 
 def _plan_decodes(
-    batch: AttentionBatch, members: list[int], block_size: int, dtype: torch.dtype
+    batch: AttentionBatch, members: list[int], block_size: int, num_rows: int, dtype: torch.dtype
 ) -> DecodeGroup:
     index = torch.tensor(members)
     seq_lens = batch.seq_lens[index]
     num_blocks = -(-int(seq_lens.max()) // block_size)
     foreign = torch.arange(num_blocks * block_size) >= seq_lens[:, None]
-    everything = len(members) == len(batch.seq_lens)
+    everything = len(members) == len(batch.seq_lens) == num_rows
     return DecodeGroup(
         rows=None if everything else batch.query_start[index].long(),
         blocks=batch.block_tables[index, :num_blocks].flatten().long(),
