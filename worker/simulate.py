@@ -42,7 +42,7 @@ class SimulatedRunner:
 
     def _sample(self, sequence: Sequence) -> Sample:
         token_ids = sequence.token_ids
-        seed = sequence.params.seed or self._seed
+        seed = self._seed if sequence.params.seed is None else sequence.params.seed
         random = _mix(seed ^ (token_ids[-1] << 32) ^ (len(token_ids) * 0x9E3779B97F4A7C15))
         token_id = self._alphabet[random % len(self._alphabet)]
         stop_ids = sequence.params.stop_token_ids
