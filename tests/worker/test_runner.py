@@ -44,6 +44,11 @@ def smollm2() -> Model:
     return model
 
 
+@pytest.fixture
+def tiny() -> Model:
+    return Model(config_of("qwen2"), weights_of("qwen2").items(), TORCH)
+
+
 def engine_of(model: Model, **limits: Any) -> Engine:
     limits = {"num_blocks": 100, "block_size": 16, "max_model_len": 128} | limits
     limits = {"max_num_batched_tokens": 256, "max_num_seqs": 32} | limits
@@ -105,7 +110,7 @@ def test_preallocated(smollm2: Model):
 def test_among_strangers(smollm2: Model):
     """Who draw at random, come and go, and share the beginning of a prompt."""
     engine = engine_of(smollm2, block_size=4, num_blocks=400)
-    for i in range(12):
+    for i in range(8):
         prompt = ASKED[4][: 8 + i] + [1000 + i] * i
         add(engine, 100 + i, prompt, max_tokens=5 + 3 * i, seed=i, top_p=0.9, logprobs=2)
     for _ in range(3):
@@ -126,12 +131,14 @@ def test_a_prompt_that_another_request_has_cached(smollm2: Model):
     assert token_ids(outputs) == expected[20:]
 
 
+def test_warming_up_leaves_no_trace(tiny: Model):
+    limits = {"num_blocks": 16, "block_size": 4, "max_model_len": 64}
+    runner = ModelRunner(tiny, EngineConfig(**limits))
+    runner.warm_up()
+    assert not runner._kv_cache.any()
+
+
 # Log-probabilities of prompts
-
-
-@pytest.fixture
-def tiny() -> Model:
-    return Model(config_of("qwen2"), weights_of("qwen2").items(), TORCH)
 
 
 def scores(model: Model, ids: list[int], **limits: Any) -> list[TokenLogprobs | None]:

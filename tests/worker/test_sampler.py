@@ -121,6 +121,17 @@ def test_each_token_is_drawn_as_often_as_it_should_be(params: dict[str, Any]):
     assert_shares(shares(LOGITS, **params), truncated(LOGITS, **params))
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize("number", [0.0, float(np.nextafter(1, 0))])
+def test_the_outermost_numbers_draw_nothing_ruled_out(number: float, params: dict[str, Any]):
+    ends = {"stop_token_ids": frozenset({0, VOCAB - 1}), "min_tokens": 1}
+    one = sequence(**params, **ends)
+    one.rng = Fixed(number)
+    (chosen,) = choose(LOGITS, one)
+    assert chosen.token_id in np.argsort(-LOGITS)[: params.get("top_k", VOCAB)]
+    assert chosen.token_id not in ends["stop_token_ids"]
+
+
 def test_draws_of_seeded_sequences_follow_the_distribution():
     """Pearson's chi-square, over one sequence's own numbers."""
     params = {"temperature": 0.8, "top_k": 12, "top_p": 0.95}
@@ -304,7 +315,9 @@ def test_a_temperature_may_be_larger_than_float32_can_tell():
 
 
 def test_stop_tokens_need_not_exist():
-    params = {"min_tokens": 1, "stop_token_ids": frozenset({-1, 3, VOCAB, 10**12})}
+    best_from_the_end = int(LOGITS.argmax()) - VOCAB
+    strange = frozenset({best_from_the_end, 3, VOCAB, 10**12})
+    params = {"min_tokens": 1, "stop_token_ids": strange}
     expected = LOGITS.copy()
     expected[3] = -np.inf
     assert_shares(shares(LOGITS, **params), softmax(expected))
