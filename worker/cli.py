@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import click
@@ -128,9 +127,11 @@ def work(log_level: str, **flags: object) -> None:
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
+    import uvloop
+
     from worker.launch import launch  # after the flags are checked: it loads the server
 
     try:
-        asyncio.run(launch(options))
+        uvloop.run(launch(options))
     except (ValueError, OSError) as problem:
         raise click.ClickException(str(problem)) from problem
