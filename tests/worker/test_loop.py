@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,18 +30,21 @@ PATIENCE = 20.0  # seconds
 
 
 @asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[EngineLoop]:
+async def running(
+    engine: Engine, unblock: Callable[[], None] = lambda: None
+) -> AsyncIterator[EngineLoop]:
     loop = EngineLoop(engine)
     loop.start()
     try:
-        yield loop
+        async with asyncio.timeout(PATIENCE):
+            yield loop
     finally:
+        unblock()
         await loop.close()
 
 
 async def everything(stream: Stream) -> list[Output]:
-    async with asyncio.timeout(PATIENCE):
-        return [output async for output in stream]
+    return [output async for output in stream]
 
 
 async def reason(stream: Stream) -> str | None:
@@ -75,9 +79,8 @@ class Stepped:
 async def stepped(**limits: Any) -> AsyncIterator[Stepped]:
     runner = SteppedRunner(simulated())
     engine = make_engine(runner, **limits)
-    async with running(engine) as loop:
+    async with running(engine, partial(runner.allowed.release, 10_000)) as loop:
         yield Stepped(loop, engine, runner)
-        runner.allowed.release(10_000)
 
 
 # Streams
@@ -244,6 +247,8 @@ async def test_a_reset_is_refused_while_sequences_run():
 
 
 async def test_nobody_has_to_wait_for_a_reset():
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with stepped() as test:
         stream = ask(test.loop, [1], max_tokens=2)
         await test.begin()
@@ -253,6 +258,7 @@ async def test_nobody_has_to_wait_for_a_reset():
         test.allow(2)
         assert await reason(stream) == "length"
         assert await test.loop.reset_prefix_cache()
+    assert errors == []
 
 
 # The thread
