@@ -26,6 +26,7 @@ from kernels import ops_for
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
 from worker.events import Publisher
+from worker.files.store import resolve
 from worker.loader import Checkpoint, open_model
 from worker.metrics import Metrics
 from worker.model import Model
@@ -33,7 +34,6 @@ from worker.profiles import PROFILES
 from worker.runner import ModelRunner
 from worker.sequence import SamplingParams, Sequence
 from worker.simulate import SimulatedRunner
-from worker.store import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

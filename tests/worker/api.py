@@ -14,8 +14,8 @@ import aiohttp
 import openai
 from aiohttp import web
 
-from worker.bodies import BodyLimits
-from worker.byte_tokenizer import ByteTokenizer
+from worker.api.bodies import BodyLimits
+from worker.api.serving import listening
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
 from worker.loop import EngineLoop
@@ -24,8 +24,8 @@ from worker.profiles import PROFILES
 from worker.scheduler import Scheduled
 from worker.sequence import Sample, Sequence, TokenLogprobs
 from worker.server import LIFECYCLE, make_app
-from worker.serving import listening
 from worker.simulate import SimulatedRunner
+from worker.text.byte_tokenizer import ByteTokenizer
 
 MODEL = "tiny"
 ALIAS = "tiny-alias"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.byte_tokenizer import ByteTokenizer
-from worker.detokenizer import Detokenizer, StopMatcher
+from worker.files.store import resolve
 from worker.loader import open_model
-from worker.store import resolve
-from worker.tokenizer import Tokenizer
+from worker.text.byte_tokenizer import ByteTokenizer
+from worker.text.detokenizer import Detokenizer, StopMatcher
+from worker.text.tokenizer import Tokenizer
 
 BYTES = ByteTokenizer()
 

@@ -22,10 +22,10 @@ from tests.worker.tiny import (
     write_gguf_model,
     write_hf_model,
 )
-from worker.architecture import rope_factor
 from worker.config import RopeScaling
+from worker.files.architecture import rope_factor
+from worker.files.store import resolve
 from worker.loader import Checkpoint, ModelError, open_model
-from worker.store import resolve
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]
 

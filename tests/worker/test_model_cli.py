@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from tests.worker.test_store import cache, hub, index  # noqa: F401 - fixtures
 from tests.worker.tiny import write_gguf_model
+from worker.files.pull import BUNDLED
 from worker.model_cli import model
-from worker.pull import BUNDLED
 
 
 def call(*arguments: str) -> Result:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.api_error import ApiError
-from worker.params import INT64, ModelLimits, check_request, for_choice, sampling_params
-from worker.protocol import (
+from worker.api.errors import ApiError
+from worker.api.params import INT64, ModelLimits, check_request, for_choice, sampling_params
+from worker.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

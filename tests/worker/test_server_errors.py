@@ -17,7 +17,7 @@ from tests.worker.api import (
     parse_events,
     serving,
 )
-from worker.bodies import BodyLimits
+from worker.api.bodies import BodyLimits
 from worker.config import EngineConfig
 from worker.scheduler import Scheduled
 

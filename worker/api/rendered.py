@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.prompts import Prompt
-from worker.responses import Answer
+from worker.api.prompts import Prompt
+from worker.api.responses import Answer
 from worker.sequence import SamplingParams
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from worker.api_error import ApiError, require
-from worker.protocol import (
+from worker.api.errors import ApiError, require
+from worker.api.protocol import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,

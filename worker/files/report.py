@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.architecture import tensor_shapes
+from worker.files.architecture import tensor_shapes
 from worker.loader import open_model
 
 _KV_BYTES = 2  # a number in the KV cache, where the worker runs in 16 bits

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worker.api_error import ApiError, require, show
-from worker.protocol import MAX_CHOICES
+from worker.api.errors import ApiError, require, show
+from worker.api.protocol import MAX_CHOICES
 
 MAX_PARTS = 4096  # of one message
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from worker.prompts import Tokenizer
+from worker.api.prompts import Tokenizer
 from worker.sequence import TokenLogprobs
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot write

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from worker.api_error import ApiError
-from worker.detokenizer import Detokenizer
+from worker.api.errors import ApiError
+from worker.api.prompts import Prompt
 from worker.loop import Stream
-from worker.prompts import Prompt
 from worker.sequence import FinishReason, Output, TokenLogprobs
+from worker.text.detokenizer import Detokenizer
 
 
 class Delta(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from worker.generation import Choice, Delta, Generation, Usage
-from worker.logprobs import LogprobsWriter, prompt_logprobs
-from worker.prompts import Tokenizer
-from worker.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from worker.api.generation import Choice, Delta, Generation, Usage
+from worker.api.logprobs import LogprobsWriter, prompt_logprobs
+from worker.api.prompts import Tokenizer
+from worker.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from worker.sequence import TokenLogprobs
 
 VERSION = version("warmpath")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from worker.api_error import ApiError, show
+from worker.api.errors import ApiError, show
 
 
 class Models:

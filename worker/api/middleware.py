@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from worker.api_error import ApiError
-from worker.lifecycle import Lifecycle
+from worker.api.errors import ApiError
+from worker.api.lifecycle import Lifecycle
 from worker.loop import EngineDeadError
 from worker.metrics import Metrics
 

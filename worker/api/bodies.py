@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from worker.api_error import ApiError
+from worker.api.errors import ApiError
 
 # Brackets and commas in one body. JSON of little else takes fifty times its size in memory, and
 # seconds to parse; two million allow for 128 prompts of as many tokens as most models take.

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.model_report import ModelReport, files_of, report
-from worker.pull import BUNDLED, PullProgress, StoreError, pull_bundled, pull_from_hub
+from worker.files.pull import BUNDLED, PullProgress, StoreError, pull_bundled, pull_from_hub
+from worker.files.report import ModelReport, files_of, report
 
 __all__ = [
     "ModelEntry",

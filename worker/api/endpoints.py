@@ -9,18 +9,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from worker.api_error import ApiError
-from worker.bodies import BodyReader
-from worker.detokenizer import Detokenizer
-from worker.generation import Choice, Generation
-from worker.lifecycle import Lifecycle
-from worker.loop import EngineLoop, QueueFullError
-from worker.metrics import Metrics
-from worker.middleware import recover_from_abort, request_id, safe_id, shutting_down
-from worker.models import Models
-from worker.params import ModelLimits, check_request, for_choice, sampling_params
-from worker.prompts import Prompt, PromptReader, Tokenizer
-from worker.protocol import (
+from worker.api.bodies import BodyReader
+from worker.api.errors import ApiError
+from worker.api.generation import Choice, Generation
+from worker.api.lifecycle import Lifecycle
+from worker.api.middleware import recover_from_abort, request_id, safe_id, shutting_down
+from worker.api.models import Models
+from worker.api.params import ModelLimits, check_request, for_choice, sampling_params
+from worker.api.prompts import Prompt, PromptReader, Tokenizer
+from worker.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -28,9 +25,12 @@ from worker.protocol import (
     TokenizeRequest,
     parser,
 )
-from worker.rendered import rendered
-from worker.responses import DONE, Answer, ChatAnswer, CompletionAnswer, event
-from worker.sse import EventStream
+from worker.api.rendered import rendered
+from worker.api.responses import DONE, Answer, ChatAnswer, CompletionAnswer, event
+from worker.api.sse import EventStream
+from worker.loop import EngineLoop, QueueFullError
+from worker.metrics import Metrics
+from worker.text.detokenizer import Detokenizer
 
 QUEUE_RETRY_SECONDS = 1
 

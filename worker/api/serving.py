@@ -16,9 +16,9 @@ from functools import partial
 
 from aiohttp import web
 
-from worker.api_error import ApiError
-from worker.lifecycle import Lifecycle
-from worker.middleware import error_response
+from worker.api.errors import ApiError
+from worker.api.lifecycle import Lifecycle
+from worker.api.middleware import error_response
 from worker.server import LIFECYCLE
 
 log = logging.getLogger(__name__)

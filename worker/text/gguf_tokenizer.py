@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker.checked import Fields, ModelError
+from worker.files.checked import Fields, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from worker.api_error import ApiError
+from worker.api.errors import ApiError
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API over HTTP; worker/server.py puts it together."""
