@@ -192,6 +192,7 @@ def _publisher(options: WorkOptions, model_name: str) -> Publisher:
 
 
 def _event_sources(publisher: Publisher | None) -> dict[str, object]:
+    """By data-parallel rank, as vLLM; there is one."""
     if publisher is None:
         return {}
-    return {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    return {"0": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}}

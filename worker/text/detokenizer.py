@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
@@ -111,7 +112,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Iterable[str]) -> None:
-        self._states, self._fail = _automaton(word for word in stop if word)
+        self._states, self._fail = _automaton(tuple(word for word in stop if word))
         self._at = 0
         self._held = ""
 
@@ -140,7 +141,8 @@ class StopMatcher:
         return held
 
 
-def _automaton(words: Iterable[str]) -> tuple[list[_State], list[int]]:
+@lru_cache(maxsize=64)  # every choice of a request asks with the same words
+def _automaton(words: tuple[str, ...]) -> tuple[list[_State], list[int]]:
     """The states, root first, and for each the one to fall back to."""
     states = [_State(0, {}, None)]
     for word in words:
