@@ -1,0 +1,122 @@
+"""README.md and docs/*.md as their tests read them.
+
+A page stays an ordinary page. What the tests need to know beyond it:
+
+- A ```bash or ```python block is run as it stands, in a directory of the page's own.
+- A ```text block behind one is its output. A line of `...` stands for any lines, `...` within a
+  line for anything; times, durations and request ids may differ.
+- `<!-- not run: REASON -->` above a block says that it is not run, and why; see NOT_RUN.
+- A block that ends in a foreground `warmpath work` is a server: it runs while the page does.
+  `make up` counts as the `warmpath work` in the Makefile.
+- Ports 8000 to 8099 and 5500 to 5599 stand for free ones, and `/home/you` for the reader's home.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs/serve.md",
+    ROOT / "docs/api.md",  # these three share one real worker, so they come first
+    *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/serve.md", ROOT / "docs/api.md"}),
+]
+NOT_RUN = {
+    "runs every test",
+    "downloads a model",
+    "needs a GPU",
+    "takes minutes",
+    "loads a second model",
+    "needs another project",
+}
+
+_FENCE = re.compile(r"```(\w*)$")
+_MARKER = re.compile(r"<!-- not run: (.+) -->$")
+_VARYING = [
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", "TIME"),
+    (r"\b\d+(\.\d+)? m?s\b", "SECONDS"),
+    (r"\b(chatcmpl|cmpl)-[0-9a-f]+", r"\1-ID"),
+    (r'"created": ?\d+', '"created": TIME'),
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int  # of its first line of code
+    language: str
+    code: str
+    not_run: str | None  # the reason, if it is not to be run
+    output: str | None  # what the page says it prints
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a shell block, continued lines joined, comments left out."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        return [" ".join(line.split()) for line in lines if line and not line.startswith("#")]
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("bash", "python") and self.not_run is None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page in order, each with its output, which is no block of its own then."""
+    blocks: list[Block] = []
+    for line, language, code, not_run in _fences(page):
+        previous = blocks[-1] if blocks else None
+        if language == "text" and previous and previous.is_run and previous.output is None:
+            blocks[-1] = Block(
+                page, previous.line, previous.language, previous.code, None, output=code
+            )
+        else:
+            blocks.append(Block(page, line, language, code, not_run, None))
+    return blocks
+
+
+def prose_of(page: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def matches(expected: str, actual: str) -> bool:
+    """Whether a page's output block describes what was printed."""
+    pattern = ""
+    for line in _steady(expected).splitlines():
+        if line.strip() == "...":
+            pattern += r"(?:.*\n)*"
+        else:
+            pattern += ".*".join(map(re.escape, line.rstrip().split("..."))) + r"[ ]*\n"
+    return re.fullmatch(pattern, _steady(actual).rstrip("\n") + "\n") is not None
+
+
+def _steady(text: str) -> str:
+    for pattern, replacement in _VARYING:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def _fences(page: Path) -> Iterator[tuple[int, str, str, str | None]]:
+    lines = page.read_text().splitlines()
+    start, language, not_run = 0, None, None
+    for number, line in enumerate(lines, 1):
+        fence = _FENCE.match(line)
+        if language is None and fence:
+            start, language = number, fence[1]
+        elif line == "```":
+            yield start + 1, str(language), "\n".join(lines[start : number - 1]) + "\n", not_run
+            language = not_run = None
+        elif language is None and line.strip():
+            marker = _MARKER.match(line)
+            not_run = marker[1] if marker else None
+    assert language is None, f"{page}: the block at line {start} does not end"

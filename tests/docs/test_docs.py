@@ -1,0 +1,243 @@
+"""README.md and docs/*.md are true: what they show runs, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import bench.engine
+import kernels.bench
+from picker.cli import main
+from tests.docs.pages import NOT_RUN, PAGES, ROOT, Block, blocks_of, matches, prose_of
+from tests.docs.running import DEFAULT_FLAGS, Runner, Server, server_command
+from worker.api.protocol import ChatRequest, CompletionRequest
+from worker.files.architecture import ARCHITECTURES
+from worker.profiles import PROFILES
+from worker.server import make_app
+
+COMMANDS = {
+    "warmpath": main,
+    "python -m bench.engine": bench.engine.main,
+    "python -m kernels.bench": kernels.bench.main,
+}
+with suppress(ImportError):  # it needs psutil, of the extra `bench`
+    from bench import simulated
+
+    COMMANDS["python -m bench.simulated"] = simulated.main
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("workers"))
+    try:
+        yield runner
+    finally:
+        runner.keep([])
+
+
+@pytest.fixture(scope="module")
+def worker(runner: Runner) -> Server:
+    """A worker to look things up at."""
+    command = "warmpath work --simulate instant --port 8000"
+    runner.keep([command])
+    return runner.serve(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_runs_and_prints_what_the_page_says(
+    page: Path, runner: Runner, tmp_path: Path
+) -> None:
+    blocks = [block for block in blocks_of(page) if block.is_run]
+    runner.keep(command for block in blocks if (command := server_command(block)))
+    for block in blocks:
+        command = server_command(block)
+        if command is None:
+            printed = runner.run(block, tmp_path)
+        else:
+            printed = runner.shown(runner.serve(command).ready_log)
+        if block.output is not None:
+            assert matches(block.output, printed), (
+                f"{block.place} should print\n{block.output}\nbut printed\n{printed}"
+            )
+
+
+def test_all_pages_are_looked_at_and_linked_from_the_first() -> None:
+    assert len(PAGES) == 1 + len(list(ROOT.glob("docs/*.md")))
+    first = PAGES[0].read_text()
+    for page in PAGES[1:]:
+        assert f"({name_of(page)})" in first
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.not_run], ids=lambda block: block.place
+)
+def test_blocks_that_are_not_run_say_why_and_could_run(block: Block) -> None:
+    assert block.not_run in NOT_RUN
+    for line in block.commands:
+        check_arguments(line)
+
+
+def test_each_reason_not_to_run_is_needed() -> None:
+    assert {block.not_run for block in BLOCKS if block.not_run} == NOT_RUN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for code in re.findall(r"`([^`]+)`", " ".join(prose_of(page).split())):
+        if code.startswith(tuple(COMMANDS)):
+            check_arguments(code, complete=False)
+
+
+def check_arguments(line: str, complete: bool = True) -> None:
+    """Parse a command line as its command does, without running it."""
+    words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+    plain = " ".join(words)
+    for prefix, command in COMMANDS.items():
+        if plain == prefix or plain.startswith(prefix + " "):
+            parse(command, words[len(prefix.split()) :], complete)
+
+
+def parse(command: click.Command, arguments: list[str], complete: bool) -> None:
+    context = command.make_context(
+        command.name, list(arguments), resilient_parsing=not complete or "--help" in arguments
+    )
+    if isinstance(command, click.Group) and arguments and arguments[0][0] != "-":
+        subcommand = command.get_command(context, arguments[0])
+        assert subcommand is not None, f"there is no command {arguments[0]!r}"
+        parse(subcommand, arguments[1:], complete)
+
+
+def flags_of(command: click.Command) -> set[str]:
+    flags = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            flags |= flags_of(subcommand)
+    return flags | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_in_the_text_exist(page: Path) -> None:
+    flags = set().union(*map(flags_of, COMMANDS.values()))
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", prose_of(page)))
+    assert not named - flags - {"--merge"}  # which is llama-gguf-split's
+
+
+def test_default_flags_are_the_defaults() -> None:
+    work = main.get_command(click.Context(main), "work")
+    assert work is not None
+    simulated = ["--simulate", "instant"]
+    defaults = work.make_context("work", [*simulated]).params
+    assert defaults == work.make_context("work", [*simulated, *DEFAULT_FLAGS.split()]).params
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors_of(file), f"{page} links to {target}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_metrics_exist(worker: Server) -> None:
+    worker.ask("GET", "/v1/models")  # so that there are series about HTTP
+    page = worker.ask("GET", "/metrics")[1].decode()
+    exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
+    name = re.compile(r"\b(?:vllm|warmpath):\w+|\b(?:process|http_request)_\w+|\bhttp_requests\w+")
+    for path in PAGES:
+        assert not set(name.findall(path.read_text())) - exported, path
+
+
+def test_paths_are_routed(worker: Server) -> None:
+    paths = {path for page in PAGES for path in paths_in(page)}
+    assert {"/v1/chat/completions", "/ready"} <= paths
+    for path in paths:
+        assert worker.ask("OPTIONS", path)[0] == 405, f"{path} is not routed"
+
+
+def paths_in(page: Path) -> set[str]:
+    """The HTTP paths that a page names: in code, in URLs and in configuration."""
+    text = page.read_text()
+    named = re.findall(r"`(?:(?:GET|POST) )?(/[a-z0-9_/]*)`", prose_of(page))
+    named += re.findall(r"http://127\.0\.0\.1:[^\s/]+(/[\w/]+)", text)
+    named += re.findall(r"path: (/[a-z0-9_/]+)", text)
+    return set(named) - {"/v1"}  # which clients are told as their base URL
+
+
+def test_the_api_page_has_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Path(make_app.__code__.co_filename).read_text()
+    routes = re.findall(r'web\.(get|post)\("([^"]+)"', server)
+    assert len(routes) > 10
+    text = (ROOT / "docs/api.md").read_text()
+    for method, path in routes:
+        assert f"`{method.upper()} {path}`" in text
+
+
+def test_the_api_page_has_every_field() -> None:
+    text = (ROOT / "docs/api.md").read_text().partition("## Fields")[2]
+    taken, refused = (
+        set(re.findall(r"`(\w+)`", part))
+        for part in text.partition("\n| | |")[0].split("**Refused with 400**")
+    )
+    for request in (CompletionRequest, ChatRequest):
+        for field in msgspec.structs.fields(request):
+            assert field.name in (refused if field.type is Any else taken)
+            assert field.type is Any or field.name not in refused - {"n"}
+
+
+def test_the_models_page_has_every_architecture() -> None:
+    rows = re.findall(
+        r"^\| `(\w+ForCausalLM)` \| `(.+)` \|", (ROOT / "docs/models.md").read_text(), re.MULTILINE
+    )
+    assert {architecture for architecture, _ in rows} == set(ARCHITECTURES.values())
+    for architecture, names in rows:
+        own = [name for name in names.split("`, `") if name in ARCHITECTURES]
+        assert architecture in {ARCHITECTURES[name] for name in own}
+
+
+def test_the_simulation_page_has_the_profiles_as_they_are() -> None:
+    text = (ROOT / "docs/simulate.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == list(PROFILES)
+    for name, token, step, blocks, longest in rows:
+        profile = PROFILES[name]
+        assert seconds(token) == pytest.approx(profile.token)
+        assert seconds(step) == pytest.approx(profile.step_seconds(1, 0), rel=0.05)
+        assert int(blocks.replace(",", "")) == profile.num_blocks
+        assert int(longest.replace(",", "")) == profile.max_model_len
+
+
+def seconds(text: str) -> float:
+    number, _, unit = text.partition(" ")
+    return float(number) * {"": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def test_every_command_has_help() -> None:
+    """Which the pages point to."""
+    for command in COMMANDS.values():
+        assert CliRunner().invoke(command, ["--help"]).exit_code == 0
