@@ -112,7 +112,7 @@ class ModelRunner:
         start = end - len(hidden)
         if start == 0 or sequence.prompt_logprobs is None:
             sequence.prompt_logprobs = [None]  # nothing predicts the first token
-        following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        following = sequence.token_ids[start + 1 : end + 1]
         for first in range(0, len(following), ROWS_SCORED_AT_ONCE):
             some = following[first : first + ROWS_SCORED_AT_ONCE]
             logits = self._model.logits(hidden[first : first + len(some)])
