@@ -247,11 +247,12 @@ def test_padding_changes_nothing(paged: Paged):
         assert torch.isfinite(got).all()
 
 
-def test_padding_writes_nowhere(paged: Paged):
+def test_padding_reads_and_writes_nothing(paged: Paged):
     static = StepInputs.decode_padding(8, 20, 80, torch.device("cpu"))
     static.overwrite(decode_step(paged, "vwxyz"))
     step = decode_step(paged, "wx")
     static.overwrite(step)
+    assert not static.batch.seq_lens[2:].any()
     before = paged.kv_cache.clone()
     with torch.inference_mode():
         paged.forward(static.head(8))

@@ -57,7 +57,8 @@ def test_answers_do_not_end_before_min_tokens_nor_without_a_stop_token():
     assert len(answer(runner, 30)) == 30
     stops = frozenset({5})
     assert len(answer(runner, 30, stop_token_ids=stops)) == 2
-    assert len(answer(runner, 30, min_tokens=9, stop_token_ids=stops)) == 10
+    longer = answer(runner, 30, min_tokens=9, stop_token_ids=stops)
+    assert [token == 5 for token in longer] == [False] * 9 + [True]
 
 
 def test_it_never_doubts():
