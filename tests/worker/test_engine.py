@@ -140,6 +140,15 @@ def test_ends_of_unknown_sequences_are_ignored():
     assert metric(engine, "vllm:request_success_total", finished_reason="abort") == 0
 
 
+def test_what_two_compute_in_the_same_step_is_held_once():
+    engine = make_engine()
+    for id in range(2):
+        add(engine, id, [1] * 8)
+    engine.step()
+    assert metric(engine, "vllm:kv_cache_usage_perc") == 2 / 64
+    assert len(run(engine)) == 2
+
+
 # Metrics
 
 
