@@ -154,7 +154,7 @@ class BlockPool:
             if cached is None:  # evicted since: ours takes its place
                 self._cache(own, digest)
                 self._announce(sequence, index, index + 1)
-            elif cached != own:
+            else:
                 self._take(cached)
                 sequence.block_ids[index] = cached
                 self._release(own)
@@ -164,7 +164,7 @@ class BlockPool:
         """Give back all blocks of a sequence, tail first, so that tails are reused first."""
         for block in reversed(sequence.block_ids):
             self._release(block)
-        sequence.block_ids.clear()
+        del sequence.block_ids[:]
         sequence.num_registered_blocks = 0
 
     def reset(self) -> bool:

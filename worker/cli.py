@@ -25,8 +25,14 @@ Examples:
     multiple=True,
     help="Name that clients use; repeat for aliases.  [default: the model's]",
 )
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="HTTP port; 0: any free one.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
@@ -35,7 +41,11 @@ Examples:
     help="auto: float32 on a CPU, bfloat16 on a GPU.",
 )
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU where there is one.",
 )
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt plus answer.")
 @click.option(
@@ -57,7 +67,13 @@ Examples:
     show_default=True,
     help="Waiting sequences, above which requests get 503.",
 )
-@click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True)
+@click.option(
+    "--block-size",
+    type=click.IntRange(1, 1024),
+    default=16,
+    show_default=True,
+    help="Tokens in a KV block.",
+)
 @click.option("--num-blocks", type=click.IntRange(1), help="KV blocks.  [default: what fits]")
 @click.option(
     "--gpu-memory-utilization",
@@ -66,7 +82,12 @@ Examples:
     show_default=True,
     help="Share of the GPU's memory for weights and KV. A CPU worker takes 1 GiB for KV.",
 )
-@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True)
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    show_default=True,
+    help="Reuse the KV of prompts that begin like earlier ones.",
+)
 @click.option(
     "--preallocate",
     is_flag=True,
@@ -85,15 +106,32 @@ Examples:
     show_default=True,
     help="ZMQ PUB port of KV events; 0: any free one.",
 )
-@click.option("--kv-replay-port", type=click.IntRange(0, 65535), default=5558, show_default=True)
-@click.option("--kv-events/--no-kv-events", default=True, show_default=True)
+@click.option(
+    "--kv-replay-port",
+    type=click.IntRange(0, 65535),
+    default=5558,
+    show_default=True,
+    help="ZMQ ROUTER port where missed KV events are asked for.",
+)
+@click.option(
+    "--kv-events/--no-kv-events",
+    default=True,
+    show_default=True,
+    help="Tell subscribers which prefixes are cached.",
+)
 @click.option(
     "--simulate",
     metavar="PROFILE",
     type=click.Choice(list(PROFILES)),
     help=f"Take a model's time instead of running it: {', '.join(PROFILES)}.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of a simulated model's answers.",
+)
 @click.option(
     "--max-body-bytes",
     type=click.IntRange(1),
@@ -113,6 +151,7 @@ Examples:
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
+    help="Least important log lines to show.",
 )
 def work(log_level: str, **flags: object) -> None:
     """Serve one model with an OpenAI API, vLLM's metrics and KV events.
@@ -133,5 +172,7 @@ def work(log_level: str, **flags: object) -> None:
 
     try:
         uvloop.run(launch(options))
-    except (ValueError, OSError) as problem:
+    except OSError as problem:
+        raise click.ClickException(problem.strerror or str(problem)) from problem
+    except ValueError as problem:
         raise click.ClickException(str(problem)) from problem

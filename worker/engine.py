@@ -1,4 +1,4 @@
-"""The step loop: schedule, run, settle, emit. Synchronous, and owned by one thread."""
+"""The step loop: schedule, run, book, emit. Synchronous, and owned by one thread."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 class Runner(Protocol):
     """Computes a step: the real model (worker/runner.py) or a simulated one."""
+
+    def warm_up(self) -> None:
+        """Do once, before the first step, what would make the first steps slow."""
+        ...
 
     def run(self, batch: list[Scheduled]) -> list[Sample]:
         """One sample for each entry of `batch` that ends at its sequence's last token, in order.
@@ -45,6 +49,9 @@ class Engine:
         self._publisher = publisher
         self._sequences: dict[int, Sequence] = {}
         self.failed_steps = 0  # in a row
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
 
     @property
     def has_work(self) -> bool:
@@ -82,7 +89,7 @@ class Engine:
             return self._fail_all()
         self.failed_steps = 0
         self.pool.merge_duplicates()
-        outputs = self._settle(batch, samples)
+        outputs = self._book(batch, samples)
         self._publish()
         self.report(sum(num_tokens for _, num_tokens in batch))
         return outputs
@@ -92,7 +99,7 @@ class Engine:
         if events and self._publisher is not None:
             self._publisher.publish(events)
 
-    def _settle(self, batch: list[Scheduled], samples: list[Sample]) -> list[tuple[int, Output]]:
+    def _book(self, batch: list[Scheduled], samples: list[Sample]) -> list[tuple[int, Output]]:
         """Append each sampled token and end the sequences that are done."""
         now = time.monotonic()
         outputs: list[tuple[int, Output]] = []
@@ -117,7 +124,7 @@ class Engine:
                     stop_reason,
                     sample.logprobs,
                     sequence.prompt_logprobs,
-                    max(sequence.num_cached_tokens, 0),
+                    sequence.num_cached_tokens,
                 )
             sequence.last_token_at = now
             outputs.append((sequence.id, output))

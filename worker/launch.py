@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from worker.api.bodies import BodyLimits
 from worker.api.serving import serve
@@ -42,9 +41,7 @@ class Parts:
     config: EngineConfig
     runner: Runner
     tokenizer: Tokenizer | ByteTokenizer
-    vocab_size: int
     dtype: str
-    warm_up: Callable[[], None]
 
 
 async def launch(options: WorkOptions) -> None:
@@ -55,6 +52,7 @@ async def launch(options: WorkOptions) -> None:
         OSError: a port that cannot be bound.
     """
     started = time.monotonic()
+    options = replace(options, port=checked_port(options.host, options.port))
     parts = _simulated(options) if options.simulate else _real(options)
     config = parts.config
     names = options.served_model_names or (parts.name,)
@@ -66,13 +64,17 @@ async def launch(options: WorkOptions) -> None:
     app = make_app(
         loop=loop,
         tokenizer=parts.tokenizer,
-        vocab_size=parts.vocab_size,
         metrics=metrics,
         model_names=names,
         api_key=options.api_key,
         kv_event_sources=_event_sources(publisher),
         body_limits=BodyLimits(max_bytes=options.max_body_bytes),
     )
+
+    async def close(_: web.Application) -> None:
+        await loop.close()
+        if publisher is not None:
+            publisher.close()
 
     def announce(port: int) -> None:
         log.info(
@@ -86,22 +88,18 @@ async def launch(options: WorkOptions) -> None:
             config.max_model_len,
         )
 
+    app.on_cleanup.append(close)
     gc.collect()
     gc.freeze()  # what is here now stays: no later collection need look at it
     loop.start()
-    try:
-        await serve(
-            app,
-            options.host,
-            options.port,
-            drain_seconds=options.drain_seconds,
-            warm_up=partial(asyncio.to_thread, parts.warm_up),
-            on_ready=announce,
-        )
-    finally:
-        await loop.close()
-        if publisher is not None:
-            publisher.close()
+    await serve(
+        app,
+        options.host,
+        options.port,
+        drain_seconds=options.drain_seconds,
+        warm_up=loop.warm_up,
+        on_ready=announce,
+    )
 
 
 def _simulated(options: WorkOptions) -> Parts:
@@ -122,7 +120,7 @@ def _simulated(options: WorkOptions) -> Parts:
     )
     runner = SimulatedRunner(profile, alphabet, options.seed)
     name = options.model or str(options.simulate)
-    return Parts(name, config, runner, tokenizer, tokenizer.vocab_size, "simulated", runner.warm_up)
+    return Parts(name, config, runner, tokenizer, "simulated")
 
 
 def _real(options: WorkOptions) -> Parts:
@@ -136,7 +134,6 @@ def _real(options: WorkOptions) -> Parts:
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
-    torch.manual_seed(options.seed)
     model, tokenizer = load_model(str(options.model), getattr(torch, dtype), device)
     config = _engine_config(
         options,
@@ -146,8 +143,7 @@ def _real(options: WorkOptions) -> Parts:
         max_num_batched_tokens=8192 if on_gpu else 512,
     )
     runner = ModelRunner(model, config)
-    vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
-    return Parts(str(options.model), config, runner, tokenizer, vocab_size, dtype, runner.warm_up)
+    return Parts(str(options.model), config, runner, tokenizer, dtype)
 
 
 def _device(wanted: str) -> str:
@@ -189,6 +185,21 @@ def _publisher(options: WorkOptions, model_name: str) -> Publisher:
         address = os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
     topic = default_topic(f"{address}:{options.port}", model_name)
     return Publisher(options.host, options.kv_events_port, options.kv_replay_port, topic)
+
+
+def checked_port(host: str, port: int) -> int:
+    """The port, or a free one for 0, if it can be bound: to know before a model is loaded.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as problem:
+        reason = f"cannot listen on {host}, port {port}: {problem.strerror}"
+        raise OSError(problem.errno, reason) from problem
 
 
 def _event_sources(publisher: Publisher | None) -> dict[str, object]:

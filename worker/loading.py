@@ -51,6 +51,7 @@ def fitting_blocks(model: Model, block_size: int, gpu_memory_utilization: float)
     block_bytes = model.config.kv_elements_per_token * block_size * model.dtype.itemsize
     budget = CPU_KV_BYTES
     if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left behind is free too
         free, total = torch.cuda.mem_get_info(model.device)
         budget = int(total * gpu_memory_utilization) - (total - free) - GPU_SLACK_BYTES
         if budget < block_bytes:

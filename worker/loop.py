@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from worker.config import EngineConfig
 from worker.engine import Engine
 from worker.sequence import Adapter, FinishReason, Output, SamplingParams, Sequence
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_FAILED_STEPS = 3  # in a row; then the worker reports itself unhealthy
 
@@ -70,11 +71,12 @@ class EngineLoop:
         self._engine = engine
         self._ids = itertools.count()
         self._streams: dict[int, Stream] = {}
+        self._arrivals: list[Sequence] = []
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._closing = False
         self._ended = False
-        self._resets: set[asyncio.Future[bool]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -118,12 +120,15 @@ class EngineLoop:
         """Queue one sequence.
 
         Raises:
-            QueueFullError: `max_num_queued_reqs` sequences wait already.
+            QueueFullError: `max_num_queued_reqs` sequences wait already, those that can
+                run at once not counted.
             EngineDeadError: the engine's thread has ended.
         """
         if not self._alive:
             raise EngineDeadError("the engine has stopped")
-        waiting = self._engine.scheduler.num_waiting + len(self._commands)
+        scheduler = self._engine.scheduler
+        seats = self.config.max_num_seqs - len(scheduler.running)
+        waiting = scheduler.num_waiting + len(self._arrivals) - seats
         if waiting >= self.config.max_num_queued_reqs:
             raise QueueFullError(f"{waiting} requests are waiting, the limit")
         sequence = Sequence(
@@ -137,8 +142,18 @@ class EngineLoop:
         )
         stream = Stream(partial(self._end, sequence.id))
         self._streams[sequence.id] = stream
-        self._command(partial(self._engine.add, sequence))
+        with self._wake:
+            self._arrivals.append(sequence)
+            self._wake.notify()
         return stream
+
+    async def warm_up(self) -> None:
+        """Have the engine's thread warm up; whatever is submitted meanwhile waits.
+
+        Raises:
+            EngineDeadError: it failed.
+        """
+        await self._ask(self._engine.warm_up)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False while sequences hold blocks.
@@ -146,13 +161,17 @@ class EngineLoop:
         Raises:
             EngineDeadError: the engine's thread has ended.
         """
+        return await self._ask(self._engine.reset_prefix_cache)
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Have the engine's thread call `question` between two steps, and await its answer."""
         if not self._alive:
             raise EngineDeadError("the engine has stopped")
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resets.add(done)
-        done.add_done_callback(self._resets.discard)
-        self._command(lambda: self._call_soon(_resolve, done, self._engine.reset_prefix_cache()))
-        return await done
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
+        self._command(lambda: self._call_soon(_resolve, answer, question()))
+        return await answer
 
     def _end(self, sequence_id: int, reason: Literal["stop", "abort"]) -> None:
         if self._streams.pop(sequence_id, None) is not None:
@@ -169,7 +188,8 @@ class EngineLoop:
             while self._execute_commands():
                 if self._engine.has_work:
                     outputs = self._engine.step()
-                    self._call_soon(self._deliver, outputs)
+                    if outputs:
+                        self._call_soon(self._deliver, outputs)
             reason = "abort"
         except Exception:
             log.exception("The engine died")
@@ -179,11 +199,14 @@ class EngineLoop:
     def _execute_commands(self) -> bool:
         """Carry out what was asked for, waiting for it when idle; False: to be closed."""
         with self._wake:
-            while not (self._commands or self._engine.has_work or self._closing):
+            while not (self._arrivals or self._commands or self._engine.has_work or self._closing):
                 self._wake.wait()
+            arrivals, self._arrivals = self._arrivals, []
             commands, self._commands = self._commands, []
             if self._closing:
                 return False
+        for sequence in arrivals:
+            self._engine.add(sequence)
         for command in commands:
             command()
         if not self._engine.has_work:
@@ -207,11 +230,11 @@ class EngineLoop:
         """The thread is gone, so nobody must wait for it."""
         self._ended = True
         self._deliver([(sequence_id, Output(None, reason)) for sequence_id in list(self._streams)])
-        for reset in list(self._resets):
-            if not reset.done():
-                reset.set_exception(EngineDeadError("the engine has stopped"))
+        for answer in list(self._asked):
+            if not answer.done():
+                answer.set_exception(EngineDeadError("the engine has stopped"))
 
 
-def _resolve(future: asyncio.Future[bool], result: bool) -> None:
+def _resolve(future: asyncio.Future[T], result: T) -> None:
     if not future.done():  # whoever waited may have been cancelled
         future.set_result(result)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import Ops
-from kernels.attention import AttentionBatch
 from worker.config import ModelConfig, RopeScaling
+from worker.step import Step
 
 # Up to so many rows, BLAS on a CPU is faster with the weight as the left operand (measured
 # with MKL 2024.2: 1.5 to 3 times at 4 to 16 rows, even from about 64).
@@ -47,11 +47,13 @@ class Model:
         self._ops = ops
         named = dict(weights)
         self._embedding = named.pop("model.embed_tokens.weight")
-        self._final_norm = named.pop("model.norm.weight")
+        final_norm = named.pop("model.norm.weight")
         self._lm_head = (
             self._embedding if config.tie_word_embeddings else named.pop("lm_head.weight")
         )
         self._layers = [_take_layer(named, index) for index in range(config.num_layers)]
+        # Each layer ends with the norm that the next one begins with: one operation with its sum.
+        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), final_norm]
         self._inverse_frequencies = inverse_frequencies(config).to(self._embedding.device)
 
     @property
@@ -68,36 +70,22 @@ class Model:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv_cache: Tensor,
-        batch: AttentionBatch,
-    ) -> Tensor:
-        """Hidden states [T, hidden] of T tokens; their keys and values go to `slots`.
+    def forward(self, step: Step, kv_cache: Tensor) -> Tensor:
+        """Hidden states [T, hidden] of a step's tokens; their keys and values are kept.
 
-        Args:
-            token_ids: [T] int64, the step's tokens, sequence after sequence.
-            positions: [T] int64, each token's place in its sequence.
-            slots: [T] int64, where its KV goes: block * block_size + offset.
-            kv_cache: from `new_kv_cache`.
-            batch: which tokens belong together and where their context lies.
+        `kv_cache` comes from `new_kv_cache`.
         """
         ops = self._ops
         eps = self.config.rms_norm_eps
-        angles = positions[:, None] * self._inverse_frequencies
-        cos, sin = angles.cos(), angles.sin()
-        residual = F.embedding(token_ids, self._embedding)
+        angles = step.positions[:, None] * self._inverse_frequencies
+        rotation = angles.cos(), angles.sin()
+        residual = F.embedding(step.token_ids, self._embedding)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
-            hidden = self._attention(layer, hidden, cos, sin, slots, kv_cache[index], batch)
+        for layer, next_norm, kv in zip(self._layers, self._next_norms, kv_cache, strict=True):
+            hidden = self._attention(layer, hidden, rotation, kv, step)
             hidden, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = linear(ops.swiglu(linear(hidden, layer.gate_up)), layer.down)
-            following = self._layers[index + 1 : index + 2]
-            norm = following[0].input_norm if following else self._final_norm
-            hidden, residual = ops.add_rms_norm(hidden, residual, norm, eps)
+            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -108,12 +96,11 @@ class Model:
         self,
         layer: Layer,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
+        rotation: tuple[Tensor, Tensor],
         kv: Tensor,
-        batch: AttentionBatch,
+        step: Step,
     ) -> Tensor:
+        """Attention of one layer over its part of the KV cache; hidden and result [T, hidden]."""
         config, ops = self.config, self._ops
         heads = linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
         q, k, v = torch.split(
@@ -122,9 +109,10 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        ops.rotary(q, k, cos, sin)
-        ops.write_kv(k, v, kv[0], kv[1], slots)
-        attended = ops.paged_attention(q, kv[0], kv[1], batch, config.head_dim**-0.5)
+        ops.rotary(q, k, *rotation)
+        k_cache, v_cache = kv
+        ops.write_kv(k, v, k_cache, v_cache, step.slots)
+        attended = ops.paged_attention(q, k_cache, v_cache, step.batch, config.head_dim**-0.5)
         return linear(attended.flatten(1), layer.output)
 
 

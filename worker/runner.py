@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBatch
 from worker.config import EngineConfig
-from worker.cuda_graphs import DecodeGraphs, StepInputs
+from worker.cuda_graphs import DecodeGraphs
 from worker.model import Model
 from worker.sampler import logprobs_of, sample
 from worker.scheduler import Scheduled
 from worker.sequence import Sample, Sequence
+from worker.step import Step
 
 ROWS_SCORED_AT_ONCE = 128  # bounds the memory of a long prompt's logits: rows * vocab * 4 bytes
 CPU_WARM_UP_TOKENS = 64
@@ -33,12 +35,12 @@ class ModelRunner:
         config, on_gpu = self._config, self._model.device.type == "cuda"
         num_tokens = config.max_num_batched_tokens if on_gpu else CPU_WARM_UP_TOKENS
         num_tokens = min(num_tokens, config.max_model_len)
-        step = StepInputs(
+        step = Step(
             token_ids=self._int64([0] * num_tokens),
             positions=self._int64(list(range(num_tokens))),
             slots=self._int64([-1] * num_tokens),
             batch=AttentionBatch(
-                block_tables=self._int32([[0] * -(-num_tokens // config.block_size)]),
+                block_tables=self._int32([0] * -(-num_tokens // config.block_size))[None],
                 query_start=self._int32([0, num_tokens]),
                 seq_lens=self._int32([num_tokens]),
                 max_query_len=num_tokens,
@@ -68,14 +70,12 @@ class ModelRunner:
             return []
         return sample(self._model.logits(hidden[rows]), sequences)
 
-    def _forward(self, step: StepInputs) -> Tensor:
-        if self._graphs is not None and step.batch.max_query_len == 1:
+    def _forward(self, step: Step) -> Tensor:
+        if self._graphs is not None and self._graphs.takes(step):
             return self._graphs.run(step)
-        return self._model.forward(
-            step.token_ids, step.positions, step.slots, self._kv_cache, step.batch
-        )
+        return self._model.forward(step, self._kv_cache)
 
-    def _inputs(self, batch: list[Scheduled]) -> StepInputs:
+    def _inputs(self, batch: list[Scheduled]) -> Step:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -91,12 +91,12 @@ class ModelRunner:
             slots += [table[i // size] * size + i % size for i in range(start, end)]
             query_start.append(len(token_ids))
             seq_lens.append(end)
-        return StepInputs(
+        return Step(
             self._int64(token_ids),
             self._int64(positions),
             self._int64(slots),
             AttentionBatch(
-                block_tables=self._int32(_padded([sequence.block_ids for sequence, _ in batch])),
+                block_tables=self._block_tables(batch),
                 query_start=self._int32(query_start),
                 seq_lens=self._int32(seq_lens),
                 max_query_len=max(num_tokens for _, num_tokens in batch),
@@ -118,13 +118,16 @@ class ModelRunner:
             logits = self._model.logits(hidden[first : first + len(some)])
             sequence.prompt_logprobs += logprobs_of(logits.log_softmax(-1), some, num_top)
 
+    def _block_tables(self, batch: list[Scheduled]) -> Tensor:
+        """The sequences' block tables, padded with block 0: [S, max_blocks] int32."""
+        width = max(len(sequence.block_ids) for sequence, _ in batch)
+        tables = np.zeros((len(batch), width), dtype=np.int32)
+        for row, (sequence, _) in zip(tables, batch, strict=True):
+            row[: len(sequence.block_ids)] = sequence.block_ids
+        return torch.from_numpy(tables).to(self._model.device)
+
     def _int64(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)
 
-    def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
+    def _int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._model.device)
-
-
-def _padded(tables: list[list[int]]) -> list[list[int]]:
-    width = max(map(len, tables))
-    return [table + [0] * (width - len(table)) for table in tables]

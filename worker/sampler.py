@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, bias, temperature, truncation, and log-probabilities.
 
-The order is vLLM's: log-probabilities are those of the raw logits; then bans and bias,
-penalties, temperature, min-p, top-k, top-p, and one draw. A draw uses one random number
+The order is vLLM's: log-probabilities are those of the raw logits; then bias,
+penalties, bans, temperature, min-p, top-k, top-p, and one draw. A draw uses one random number
 from the sequence's own generator, so a seeded answer does not depend on who else is in
 the batch.
 """
@@ -26,7 +26,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sample]:
     wanted = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = logits[wanted].log_softmax(-1) if wanted else None
     for row, sequence in enumerate(sequences):
-        _adjust(logits[row], sequence)
+        if sequence.params.adjusts_logits:
+            _adjust(logits[row], sequence)
     chosen = logits.argmax(-1)
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
     if drawn:
@@ -63,7 +64,7 @@ def logprobs_of(logprobs: Tensor, token_ids: list[int], num_top: int) -> list[To
 
 
 def _adjust(logits: Tensor, sequence: Sequence) -> None:
-    """Apply in place what concerns single tokens: bans, bias and penalties. [vocab]"""
+    """Apply in place what concerns single tokens: bias, penalties and bans. [vocab]"""
     params = sequence.params
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
@@ -79,10 +80,11 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
 def _penalise(logits: Tensor, sequence: Sequence, params: SamplingParams) -> None:
     """Repetition penalty over prompt and output (CTRL, arXiv:1909.05858); frequency and
     presence penalties over the output, as OpenAI defines them."""
-    seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
-    scores = logits[seen]
     factor = params.repetition_penalty
-    logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+    if factor != 1.0:
+        seen = torch.tensor(list(set(sequence.token_ids)), device=logits.device)
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     if output:
         produced = torch.tensor(output, device=logits.device)
@@ -99,17 +101,19 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     probabilities = (logits / temperature).softmax(-1)
     floor = _column([p.min_p for p in params], logits) * probabilities.amax(-1, keepdim=True)
     probabilities.masked_fill_(probabilities < floor, 0.0)
-    truncated = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if not truncated:
-        return _pick(probabilities, uniform)
-    chosen = _pick(probabilities, uniform)
-    chosen[truncated] = _pick_from_head(
-        probabilities[truncated],
-        uniform[truncated],
-        _column([params[row].top_k or logits.shape[1] for row in truncated], logits),
-        _column([params[row].top_p for row in truncated], logits),
-        HEAD,
-    )
+    chosen = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    whole = [row for row, p in enumerate(params) if not p.truncates]
+    if whole:
+        chosen[whole] = _pick(probabilities[whole], uniform[whole])
+    truncated = [row for row, p in enumerate(params) if p.truncates]
+    if truncated:
+        chosen[truncated] = _pick_from_head(
+            probabilities[truncated],
+            uniform[truncated],
+            _column([params[row].top_k or logits.shape[1] for row in truncated], logits),
+            _column([params[row].top_p for row in truncated], logits),
+            HEAD,
+        )
     return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -31,6 +32,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether only the head of the sorted distribution may be drawn from."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether single tokens are favoured, penalised or banned."""
+        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
     @property
     def penalised(self) -> bool:
@@ -87,10 +98,10 @@ class Sequence:
     cache_salt: str | None = None  # sequences share cached prefixes only with their own salt
     arrival: float = 0.0  # seconds, time.monotonic
 
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # tokens whose KV is written once the running step ends
     num_cached_tokens: int = -1  # prompt tokens found cached at the first admission; -1: not yet
-    block_ids: list[int] = field(default_factory=list)  # the block table
+    block_ids: array[int] = field(default_factory=lambda: array("i"))  # the block table
     num_registered_blocks: int = 0  # leading blocks of the table that are known to the cache
     block_hashes: list[bytes] = field(default_factory=list)  # the chain, as far as computed
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -98,7 +109,7 @@ class Sequence:
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    rng: random.Random = field(default_factory=random.Random)
+    rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

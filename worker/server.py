@@ -12,7 +12,7 @@ from aiohttp import web
 
 from worker.api.bodies import BodyLimits, BodyReader
 from worker.api.endpoints import Generate, Tokens, json_response
-from worker.api.lifecycle import Lifecycle
+from worker.api.lifecycle import LIFECYCLE, Lifecycle
 from worker.api.middleware import answer_errors, guard, observe
 from worker.api.models import Models
 from worker.api.params import ModelLimits
@@ -21,8 +21,6 @@ from worker.api.responses import VERSION
 from worker.loop import EngineLoop
 from worker.metrics import CONTENT_TYPE, Metrics
 
-LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
-
 
 def make_app(
     *,
@@ -30,21 +28,19 @@ def make_app(
     tokenizer: Tokenizer,
     metrics: Metrics,
     model_names: Sequence[str],
-    vocab_size: int | None = None,
     api_key: str | None = None,
     kv_event_sources: Mapping[str, object] | None = None,
     body_limits: BodyLimits = BodyLimits(),  # noqa: B008  # immutable
 ) -> web.Application:
     """The application of one worker.
 
-    `vocab_size` is how many tokens the model can embed, where the tokenizer has more. The
-    first of `model_names` is the model's own, the others are aliases. `kv_event_sources` is
+    The first of `model_names` is the model's own, the others are aliases. `kv_event_sources` is
     served as it is.
     """
     lifecycle = Lifecycle()
     limits = ModelLimits(
         max_model_len=loop.config.max_model_len,
-        vocab_size=min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
     )
     models = Models(model_names, limits.max_model_len)

@@ -2,7 +2,8 @@
 
 A step takes what the roofline says the real model would need: weights are read once, or
 the tokens are computed, whichever is slower; the KV of every context is read; and a fixed
-overhead. Tokens are a hash of seed and context, so a run can be repeated exactly.
+overhead. Tokens are a hash of the seed, the last token and the length, so a
+run can be repeated exactly.
 """
 
 from __future__ import annotations

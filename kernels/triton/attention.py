@@ -117,7 +117,7 @@ def _attend(
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "table_size"])
 def _attention_kernel(
     q,
     k_cache,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBatch
-from worker.cuda_graphs import StepInputs
 from worker.model import Model
+from worker.step import Step
 
 SIZE = 4  # tokens a block
 GARBAGE = 1e4  # what unused memory holds, so that reading it shows
@@ -34,12 +34,10 @@ class Paged:
         logits = self.model.logits(hidden)
         return list(logits.split([len(tokens) for tokens in shares.values()]))
 
-    def forward(self, step: StepInputs) -> Tensor:
-        return self.model.forward(
-            step.token_ids, step.positions, step.slots, self.kv_cache, step.batch
-        )
+    def forward(self, step: Step) -> Tensor:
+        return self.model.forward(step, self.kv_cache)
 
-    def plan(self, shares: dict[str, list[int]]) -> StepInputs:
+    def plan(self, shares: dict[str, list[int]]) -> Step:
         """Give the tokens their places."""
         positions: list[int] = []
         slots: list[int] = []
@@ -55,7 +53,7 @@ class Paged:
         lengths = [self._lengths[name] for name in shares]
         width = max(len(self._tables[name]) for name in shares)
         tables = [self._tables[name] for name in shares]
-        return StepInputs(
+        return Step(
             torch.tensor([token for tokens in shares.values() for token in tokens]),
             torch.tensor(positions),
             torch.tensor(slots),

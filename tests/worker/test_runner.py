@@ -16,12 +16,13 @@ from tests.data.make_tiny_models import PROMPTS, config_of, weights_of
 from tests.worker.engines import add, make_engine, metric, run, token_ids
 from tests.worker.paged import Paged
 from worker.config import EngineConfig
-from worker.cuda_graphs import StepInputs, graph_sizes
+from worker.cuda_graphs import graph_sizes
 from worker.engine import Engine
 from worker.loading import load_model
 from worker.model import Model
 from worker.runner import ModelRunner
 from worker.sequence import TokenLogprobs
+from worker.step import Step
 
 GREEDY = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())
 ASKED = [entry["prompt_ids"] for entry in GREEDY["prompts"]]
@@ -219,7 +220,7 @@ def test_graph_sizes_reach_from_one_to_the_most(most: int):
         assert size < 2 * wanted or size <= 16 or size - wanted < 16, "little is padding"
 
 
-def decode_step(paged: Paged, names: str) -> StepInputs:
+def decode_step(paged: Paged, names: str) -> Step:
     return paged.plan({name: [ord(name) % 61] for name in names})
 
 
@@ -232,7 +233,7 @@ def paged(tiny: Model) -> Paged:
 
 
 def test_padding_changes_nothing(paged: Paged):
-    static = StepInputs.decode_padding(8, 20, 80, torch.device("cpu"))
+    static = Step.decode_padding(8, 20, 80, torch.device("cpu"))
     for names, size in (("vwxyz", 8), ("zv", 4), ("w", 1), ("xyz", 3)):
         step = decode_step(paged, names)
         before = paged.kv_cache.clone()
@@ -248,7 +249,7 @@ def test_padding_changes_nothing(paged: Paged):
 
 
 def test_padding_reads_and_writes_nothing(paged: Paged):
-    static = StepInputs.decode_padding(8, 20, 80, torch.device("cpu"))
+    static = Step.decode_padding(8, 20, 80, torch.device("cpu"))
     static.overwrite(decode_step(paged, "vwxyz"))
     step = decode_step(paged, "wx")
     static.overwrite(step)
@@ -263,7 +264,7 @@ def test_padding_reads_and_writes_nothing(paged: Paged):
 def test_a_step_of_nothing_but_padding_is_harmless(paged: Paged):
     """What a graph is captured with."""
     before = paged.kv_cache.clone()
-    padding = StepInputs.decode_padding(4, 20, 80, torch.device("cpu"))
+    padding = Step.decode_padding(4, 20, 80, torch.device("cpu"))
     with torch.inference_mode():
         hidden = paged.forward(padding)
     assert torch.isfinite(hidden).all()

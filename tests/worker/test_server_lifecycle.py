@@ -25,9 +25,9 @@ from tests.worker.api import (
     serving,
     until,
 )
+from worker.api.lifecycle import LIFECYCLE
 from worker.api.serving import serve
 from worker.scheduler import Scheduled
-from worker.server import LIFECYCLE
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ from worker.api.sse import EventStream
 from worker.loop import EngineLoop, QueueFullError
 from worker.metrics import Metrics
 from worker.text.detokenizer import Detokenizer
+
+log = logging.getLogger(__name__)
 
 QUEUE_RETRY_SECONDS = 1
 
@@ -172,6 +175,13 @@ class Generate:
             if not events.started:
                 raise
             last = event(error.body()) + DONE
+        except ConnectionError:
+            raise
+        except Exception:
+            if not events.started:
+                raise
+            log.exception("%s: an error in the server", request_id.get())
+            last = event(ApiError("Internal server error", status=500).body()) + DONE
         except asyncio.CancelledError:
             if not (events.started and recover_from_abort(request, self._lifecycle)):
                 raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from aiohttp import web
+
 
 class Lifecycle:
     """Warming up, ready, draining, aborting what is left."""
@@ -50,3 +52,6 @@ class Lifecycle:
             task.cancel()
         if self._active:
             await asyncio.wait(set(self._active), timeout=1.0)
+
+
+LIFECYCLE = web.AppKey("lifecycle", Lifecycle)

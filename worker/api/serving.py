@@ -17,9 +17,8 @@ from functools import partial
 from aiohttp import web
 
 from worker.api.errors import ApiError
-from worker.api.lifecycle import Lifecycle
+from worker.api.lifecycle import LIFECYCLE, Lifecycle
 from worker.api.middleware import error_response
-from worker.server import LIFECYCLE
 
 log = logging.getLogger(__name__)
 
