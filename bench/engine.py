@@ -244,6 +244,7 @@ def main(model: str, device: str, rounds: int, sequential: bool, path: Path | No
         max_num_batched_tokens=8192 if device == "cuda" else 512,
     )
     engine = new_engine(config, ModelRunner(ours, config))
+    engine.warm_up()
     vocab_size = checkpoint.config.vocab_size
     prompts = [random_prompt(PROMPT, vocab_size, seed=i) for i in range(REQUESTS)]
     results["throughput"] = throughput(

@@ -21,10 +21,15 @@ from tests.worker.engines import (
     token_ids,
 )
 from tests.worker.subscriber import KVSubscriber
+from worker.config import EngineConfig
 from worker.engine import Engine
 from worker.events import Publisher
 from worker.loop import MAX_FAILED_STEPS, EngineDeadError, EngineLoop, QueueFullError, Stream
-from worker.sequence import Output, SamplingParams
+from worker.metrics import Metrics
+from worker.profiles import PROFILES
+from worker.scheduler import Scheduled
+from worker.sequence import Output, Sample, SamplingParams
+from worker.simulate import SimulatedRunner
 
 PATIENCE = 20.0  # seconds
 
@@ -342,3 +347,65 @@ async def test_nobody_waits_for_a_dead_engine(caplog: pytest.LogCaptureFixture):
             await loop.reset_prefix_cache()
         assert not loop.healthy
     assert "The engine died" in caplog.text
+
+
+class SlowToWarmUp(SimulatedRunner):
+    """Injects a warm-up that lasts until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(PROFILES["instant"], b"abcdef")
+        self.may_end = threading.Event()
+        self.threads: list[str] = []
+
+    def warm_up(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        assert self.may_end.wait(60)
+
+    def run(self, batch: list[Scheduled]) -> list[Sample]:
+        self.threads.append(threading.current_thread().name)
+        return super().run(batch)
+
+
+async def test_what_comes_during_the_warm_up_waits_for_it():
+    runner = SlowToWarmUp()
+    config = EngineConfig(num_blocks=64, max_model_len=256)
+    loop = EngineLoop(Engine(config, runner, Metrics("test", config, "none")))
+    loop.start()
+    warming = asyncio.ensure_future(loop.warm_up())
+    stream = loop.submit([1, 2, 3], SamplingParams(max_tokens=2))
+    runner.may_end.set()
+    await warming
+    assert [output.finish_reason async for output in stream] == [None, "length"]
+    assert runner.threads == ["engine"] * 3, "and nothing touches the model from elsewhere"
+    await loop.close()
+
+
+async def test_a_failed_warm_up_is_told():
+    class Fails(SimulatedRunner):
+        def warm_up(self) -> None:
+            raise RuntimeError("no memory")
+
+    config = EngineConfig(num_blocks=64, max_model_len=256)
+    runner = Fails(PROFILES["instant"], b"abcdef")
+    loop = EngineLoop(Engine(config, runner, Metrics("test", config, "none")))
+    loop.start()
+    with pytest.raises(EngineDeadError):
+        await loop.warm_up()
+    assert not loop.healthy
+
+
+async def test_an_idle_engine_takes_as_many_as_can_run_at_once():
+    config = EngineConfig(num_blocks=64, max_model_len=64, max_num_seqs=8, max_num_queued_reqs=2)
+    runner = SlowToWarmUp()
+    loop = EngineLoop(Engine(config, runner, Metrics("test", config, "none")))
+    loop.start()
+    warming = asyncio.create_task(loop.warm_up())
+    await asyncio.sleep(0)  # lets the task begin: from here on the engine is busy
+    streams = [loop.submit([1], SamplingParams(max_tokens=1)) for _ in range(10)]
+    with pytest.raises(QueueFullError):
+        loop.submit([1], SamplingParams(max_tokens=1))
+    runner.may_end.set()
+    await warming
+    for stream in streams:
+        assert [output.finish_reason async for output in stream] == ["length"]
+    await loop.close()
