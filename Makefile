@@ -13,6 +13,7 @@ BIN := .venv/bin
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml
+	@echo "Setting up .venv: PyTorch is large, this takes some minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[worker,dev]'
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import isnan
 
 import click
 
@@ -34,6 +35,12 @@ Examples:
     help="HTTP port; 0: any free one.",
 )
 @click.option(
+    "--advertise-host",
+    envvar="POD_IP",
+    show_envvar=True,
+    help="Address by which KV events name this worker.  [default: --host, or this machine's]",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
@@ -47,7 +54,7 @@ Examples:
     show_default=True,
     help="auto: a GPU where there is one.",
 )
-@click.option("--max-model-len", type=click.IntRange(1), help="Longest prompt plus answer.")
+@click.option("--max-model-len", type=click.IntRange(2), help="Longest prompt plus answer.")
 @click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
@@ -74,7 +81,9 @@ Examples:
     show_default=True,
     help="Tokens in a KV block.",
 )
-@click.option("--num-blocks", type=click.IntRange(1), help="KV blocks.  [default: what fits]")
+@click.option(
+    "--num-blocks", type=click.IntRange(1, 1 << 24), help="KV blocks.  [default: what fits]"
+)
 @click.option(
     "--gpu-memory-utilization",
     type=click.FloatRange(0, 1, min_open=True),
@@ -127,7 +136,7 @@ Examples:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0),
+    type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
     help="Of a simulated model's answers.",
@@ -141,7 +150,7 @@ Examples:
 )
 @click.option(
     "--drain-seconds",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 86_400),
     default=30.0,
     show_default=True,
     help="How long SIGTERM waits for running requests.",
@@ -161,6 +170,12 @@ def work(log_level: str, **flags: object) -> None:
     laptop can run a cluster. --model then gives the tokenizer; without one, bytes are tokens.
     """
     options = WorkOptions(**flags)  # type: ignore[arg-type]  # click has checked the types
+    if any(not value for value in (options.host, *options.served_model_names)):
+        raise click.UsageError("--host and --served-model-name must not be empty")
+    if "" in (options.model, options.api_key):
+        raise click.UsageError("--model and --api-key must not be empty")
+    if isnan(options.drain_seconds) or isnan(options.gpu_memory_utilization):
+        raise click.UsageError("--drain-seconds and --gpu-memory-utilization must be numbers")
     if options.model is None and options.simulate is None:
         raise click.UsageError("say which model to serve: --model NAME, or --simulate PROFILE")
     logging.basicConfig(

@@ -57,15 +57,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a step"
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-num-seqs {self.max_num_seqs}: each running sequence needs one token a step"
             )
         if self.num_blocks * self.block_size < self.max_model_len:
             raise ValueError(
                 f"the KV cache holds {self.num_blocks} blocks of {self.block_size} tokens, too few "
-                f"for one sequence of max_model_len={self.max_model_len}: raise num_blocks or "
-                "gpu_memory_utilization, or lower max_model_len"
+                f"for one sequence of --max-model-len {self.max_model_len}: lower that, or raise "
+                "--num-blocks"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from worker.api.serving import serve
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
 from worker.events import Publisher, default_topic
-from worker.loop import EngineLoop
+from worker.loop import EngineDeadError, EngineLoop
 from worker.metrics import Metrics
 from worker.options import WorkOptions
 from worker.profiles import PROFILES
@@ -52,7 +51,10 @@ async def launch(options: WorkOptions) -> None:
         OSError: a port that cannot be bound.
     """
     started = time.monotonic()
-    options = replace(options, port=checked_port(options.host, options.port))
+    options = replace(options, port=checked_port(options.host, options.port, "--port"))
+    if options.kv_events:
+        checked_port(options.host, options.kv_events_port, "--kv-events-port")
+        checked_port(options.host, options.kv_replay_port, "--kv-replay-port")
     parts = _simulated(options) if options.simulate else _real(options)
     config = parts.config
     names = options.served_model_names or (parts.name,)
@@ -81,7 +83,7 @@ async def launch(options: WorkOptions) -> None:
             "Ready in %.1f s: %s at http://%s:%d, %d blocks of %d tokens, at most %d tokens long",
             time.monotonic() - started,
             names[0],
-            options.host,
+            url_host(options.host),
             port,
             config.num_blocks,
             config.block_size,
@@ -92,14 +94,17 @@ async def launch(options: WorkOptions) -> None:
     gc.collect()
     gc.freeze()  # what is here now stays: no later collection need look at it
     loop.start()
-    await serve(
-        app,
-        options.host,
-        options.port,
-        drain_seconds=options.drain_seconds,
-        warm_up=loop.warm_up,
-        on_ready=announce,
-    )
+    try:
+        await serve(
+            app,
+            options.host,
+            options.port,
+            drain_seconds=options.drain_seconds,
+            warm_up=loop.warm_up,
+            on_ready=announce,
+        )
+    except EngineDeadError as problem:
+        raise ValueError(f"cannot serve {parts.name}: {problem}") from problem
 
 
 def _simulated(options: WorkOptions) -> Parts:
@@ -142,7 +147,14 @@ def _real(options: WorkOptions) -> Parts:
         max_model_len=model.config.max_position_embeddings,
         max_num_batched_tokens=8192 if on_gpu else 512,
     )
-    runner = ModelRunner(model, config)
+    try:
+        runner = ModelRunner(model, config)
+    except (RuntimeError, MemoryError) as problem:
+        needed = config.num_blocks * options.block_size * model.config.kv_elements_per_token
+        raise ValueError(
+            f"there is no memory for {config.num_blocks} KV blocks, "
+            f"{needed * model.dtype.itemsize / 2**30:.1f} GiB: lower --num-blocks"
+        ) from problem
     return Parts(str(options.model), config, runner, tokenizer, dtype)
 
 
@@ -180,14 +192,12 @@ def _engine_config(
 
 def _publisher(options: WorkOptions, model_name: str) -> Publisher:
     """Publishes under the address at which routers find this worker."""
-    address = options.host
-    if address in ("0.0.0.0", "::"):  # noqa: S104  # a comparison
-        address = os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
+    address = url_host(options.advertise_host or own_address(options.host))
     topic = default_topic(f"{address}:{options.port}", model_name)
     return Publisher(options.host, options.kv_events_port, options.kv_replay_port, topic)
 
 
-def checked_port(host: str, port: int) -> int:
+def checked_port(host: str, port: int, flag: str) -> int:
     """The port, or a free one for 0, if it can be bound: to know before a model is loaded.
 
     Raises:
@@ -198,8 +208,26 @@ def checked_port(host: str, port: int) -> int:
         with socket.create_server(address[:2], family=family) as probe:
             return int(probe.getsockname()[1])
     except OSError as problem:
-        reason = f"cannot listen on {host}, port {port}: {problem.strerror}"
+        reason = f"cannot listen on {host}, port {port}: {problem.strerror} (see {flag})"
         raise OSError(problem.errno, reason) from problem
+
+
+def own_address(host: str) -> str:
+    """`host`, or for a wildcard the address from which this machine reaches others."""
+    if host not in ("0.0.0.0", "::"):  # noqa: S104  # a comparison
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is for documentation
+            return str(probe.getsockname()[0])
+        except OSError:
+            log.warning("This machine has no route; KV events name it 127.0.0.1")
+            return "127.0.0.1"
+
+
+def url_host(host: str) -> str:
+    """As a host is written before a port: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _event_sources(publisher: Publisher | None) -> dict[str, object]:

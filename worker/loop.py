@@ -76,6 +76,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._closing = False
         self._ended = False
+        self._failure = "the engine has stopped"
         self._asked: set[asyncio.Future[Any]] = set()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -125,7 +126,7 @@ class EngineLoop:
             EngineDeadError: the engine's thread has ended.
         """
         if not self._alive:
-            raise EngineDeadError("the engine has stopped")
+            raise EngineDeadError(self._failure)
         scheduler = self._engine.scheduler
         seats = self.config.max_num_seqs - len(scheduler.running)
         waiting = scheduler.num_waiting + len(self._arrivals) - seats
@@ -166,7 +167,7 @@ class EngineLoop:
     async def _ask(self, question: Callable[[], T]) -> T:
         """Have the engine's thread call `question` between two steps, and await its answer."""
         if not self._alive:
-            raise EngineDeadError("the engine has stopped")
+            raise EngineDeadError(self._failure)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._asked.add(answer)
         answer.add_done_callback(self._asked.discard)
@@ -191,6 +192,8 @@ class EngineLoop:
                     if outputs:
                         self._call_soon(self._deliver, outputs)
             reason = "abort"
+        except ValueError as problem:
+            self._failure = str(problem)
         except Exception:
             log.exception("The engine died")
         finally:
@@ -232,7 +235,7 @@ class EngineLoop:
         self._deliver([(sequence_id, Output(None, reason)) for sequence_id in list(self._streams)])
         for answer in list(self._asked):
             if not answer.done():
-                answer.set_exception(EngineDeadError("the engine has stopped"))
+                answer.set_exception(EngineDeadError(self._failure))
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

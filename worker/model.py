@@ -123,7 +123,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda or x.shape[0] > FEW_ROWS or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     product = x.new_empty(len(weight), len(x))
-    for part, rows in zip(product.split(SLICE), weight.split(SLICE), strict=True):
+    slices = zip(torch.split(product, SLICE), torch.split(weight, SLICE), strict=True)
+    for part, rows in slices:
         torch.mm(rows, x.t(), out=part)
     product = product.t().contiguous()
     return product if bias is None else product.add_(bias)

@@ -13,6 +13,7 @@ class WorkOptions:
     served_model_names: tuple[str, ...]
     host: str
     port: int
+    advertise_host: str | None
     dtype: str
     device: str
     max_model_len: int | None

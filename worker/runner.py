@@ -47,7 +47,9 @@ class ModelRunner:
                 max_seq_len=num_tokens,
             ),
         )
-        self._model.logits(self._forward(step)[-1:])
+        logits = self._model.logits(self._forward(step)[-1:])
+        if not torch.isfinite(logits).all():
+            raise ValueError("the model computes no finite numbers: its file is damaged")
         if on_gpu:
             self._graphs = DecodeGraphs(
                 self._model, self._kv_cache, config.max_num_seqs, config.max_model_len

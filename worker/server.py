@@ -72,6 +72,7 @@ def make_app(
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/v1/models", status.models),
+            web.get("/v1/models/{name:.+}", status.model),
             web.get("/health", status.health),
             web.get("/ping", status.health),
             web.post("/ping", status.health),
@@ -107,6 +108,9 @@ class Status:
 
     async def models(self, request: web.Request) -> web.Response:
         return json_response(self._models.cards())
+
+    async def model(self, request: web.Request) -> web.Response:
+        return json_response(self._models.card(request.match_info["name"]))
 
     async def load(self, request: web.Request) -> web.Response:
         """How many requests are being served, this one not counted."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from aiohttp import web
+
+log = logging.getLogger(__name__)
 
 
 class Lifecycle:
@@ -48,6 +51,7 @@ class Lifecycle:
         for wait in waits:
             wait.cancel()
         self.aborting = True
+        log.info("Drained; %d requests are cut off", len(self._active))
         for task in self._active:
             task.cancel()
         if self._active:

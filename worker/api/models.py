@@ -38,6 +38,10 @@ class Models:
         """What GET /v1/models answers."""
         return {"object": "list", "data": [self._card(name) for name in self._names]}
 
+    def card(self, name: str) -> dict[str, Any]:
+        """What GET /v1/models/{name} answers; ApiError 404 if it is not served here."""
+        return self._card(self.resolve(name))
+
     def _card(self, name: str) -> dict[str, Any]:
         permission = {
             "id": f"modelperm-{name}",

@@ -6,6 +6,7 @@ import asyncio
 
 from aiohttp import web
 
+STALL_SECONDS = 30.0
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -25,13 +26,19 @@ class EventStream:
         """Write events, waiting while the client reads slower than they come.
 
         Raises:
-            ConnectionError: the client is gone.
+            ConnectionError: the client is gone, or takes nothing for STALL_SECONDS.
         """
         if not events:
             return
         if not self.response.prepared:
             await self._open()
-        await self.response.write(events)
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await self.response.write(events)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionError("the client has stopped reading") from None
 
     async def close(self, events: bytes) -> None:
         """Write the last events."""

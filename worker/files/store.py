@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from worker.files.pull import BUNDLED, PullProgress, StoreError, pull_bundled, pull_from_hub
-from worker.files.report import ModelReport, files_of, report
+from worker.files.report import ModelReport, files_of, report, sha256
 
 __all__ = [
     "ModelEntry",
@@ -88,6 +88,7 @@ def pull(name: str, progress: PullProgress, *, force: bool = False) -> Pulled:
     home = _home(name)
     with _clear_about_the_disk(), _locked(home) as partial:
         if home.is_dir() and not force:
+            _check_bundled(name, home)
             return Pulled(home, fresh=False)
         if name in BUNDLED:
             ready = pull_bundled(BUNDLED[name], partial, progress)
@@ -159,3 +160,13 @@ def _clear_about_the_disk() -> Iterator[None]:
         where = error.filename or cache_directory()
         reason = error.strerror or error
         raise StoreError(f"the model cache cannot be written: {where}: {reason}") from error
+
+
+def _check_bundled(name: str, home: Path) -> None:
+    """Raise StoreError if a model whose checksum we know has another by now."""
+    known = BUNDLED.get(name)
+    if known is None:
+        return
+    file = home / Path(known.member).name
+    if not file.is_file() or sha256(file) != known.sha256:
+        raise StoreError(f"{home} is damaged: `warmpath model pull --force {name}` repairs it")
