@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -105,6 +106,8 @@ async def launch(options: WorkOptions) -> None:
         )
     except EngineDeadError as problem:
         raise ValueError(f"cannot serve {parts.name}: {problem}") from problem
+    for number in (signal.SIGTERM, signal.SIGINT):  # a late second one changes nothing any more
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _simulated(options: WorkOptions) -> Parts:
