@@ -6,6 +6,8 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-import bench.engine
-import kernels.bench
 from picker.cli import main
 from tests.docs.pages import NOT_RUN, PAGES, ROOT, Block, blocks_of, matches, prose_of
 from tests.docs.running import DEFAULT_FLAGS, Runner, Server, server_command
@@ -24,16 +24,22 @@ from worker.files.architecture import ARCHITECTURES
 from worker.profiles import PROFILES
 from worker.server import make_app
 
-COMMANDS = {
-    "warmpath": main,
-    "python -m bench.engine": bench.engine.main,
-    "python -m kernels.bench": kernels.bench.main,
+MODULES = {  # imported by the tests, not before: tests/kernels must be first to import Triton
+    "python -m bench.engine": "bench.engine",
+    "python -m kernels.bench": "kernels.bench",
+    "python -m bench.simulated": "bench.simulated",
 }
-with suppress(ImportError):  # it needs psutil, of the extra `bench`
-    from bench import simulated
-
-    COMMANDS["python -m bench.simulated"] = simulated.main
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+@cache
+def commands() -> dict[str, click.Command]:
+    """Every documented command that can be imported; some need the extra `bench`."""
+    found: dict[str, click.Command] = {"warmpath": main}
+    for command, module in MODULES.items():
+        with suppress(ImportError):
+            found[command] = import_module(module).main
+    return found
 
 
 def name_of(page: Path) -> str:
@@ -98,7 +104,7 @@ def test_each_reason_not_to_run_is_needed() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_in_the_text_exist(page: Path) -> None:
     for code in re.findall(r"`([^`]+)`", " ".join(prose_of(page).split())):
-        if code.startswith(tuple(COMMANDS)):
+        if code.startswith(tuple(commands())):
             check_arguments(code, complete=False)
 
 
@@ -106,7 +112,7 @@ def check_arguments(line: str, complete: bool = True) -> None:
     """Parse a command line as its command does, without running it."""
     words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     plain = " ".join(words)
-    for prefix, command in COMMANDS.items():
+    for prefix, command in commands().items():
         if plain == prefix or plain.startswith(prefix + " "):
             parse(command, words[len(prefix.split()) :], complete)
 
@@ -134,7 +140,7 @@ def flags_of(command: click.Command) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_in_the_text_exist(page: Path) -> None:
-    flags = set().union(*map(flags_of, COMMANDS.values()))
+    flags = set().union(*map(flags_of, commands().values()))
     named = set(re.findall(r"`(--[a-z][a-z-]*)", prose_of(page)))
     assert not named - flags - {"--merge"}  # which is llama-gguf-split's
 
@@ -240,5 +246,5 @@ def seconds(text: str) -> float:
 
 def test_every_command_has_help() -> None:
     """Which the pages point to."""
-    for command in COMMANDS.values():
+    for command in commands().values():
         assert CliRunner().invoke(command, ["--help"]).exit_code == 0
