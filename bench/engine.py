@@ -241,7 +241,7 @@ def main(model: str, device: str, rounds: int, sequential: bool, path: Path | No
         num_blocks=1024,
         max_model_len=2048,
         max_num_seqs=32,
-        max_num_batched_tokens=8192 if device == "cuda" else 512,
+        max_num_batched_tokens=8192 if device == "cuda" else 2048,  # all prompts in one step
     )
     engine = new_engine(config, ModelRunner(ours, config))
     engine.warm_up()
