@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from worker.config import EngineConfig
 from worker.engine import Engine
-from worker.sequence import Adapter, FinishReason, Output, SamplingParams, Sequence
+from worker.sequence import FinishReason, Output, SamplingParams, Sequence
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,7 +115,6 @@ class EngineLoop:
         params: SamplingParams,
         *,
         priority: int = 0,
-        adapter: Adapter | None = None,
         cache_salt: str | None = None,
     ) -> Stream:
         """Queue one sequence.
@@ -137,7 +136,6 @@ class EngineLoop:
             list(prompt_ids),
             params,
             priority=priority,
-            adapter=adapter,
             cache_salt=cache_salt,
             arrival=time.monotonic(),
         )

@@ -27,8 +27,8 @@ class Profile:
         )
 
 
-# H100 rows from its data sheet (3.35 TB/s, about half of 990 bf16 TFLOP/s reached) and the
-# models' published shapes; cpu-smol measured with bench/engine.py on two server cores.
+# H100 rows are estimates from its data sheet (3.35 TB/s, about half of 990 bf16 TFLOP/s reached)
+# and the models' published shapes; cpu-smol is fitted to bench/results/engine-cpu.json.
 PROFILES = {
     "llama-8b-h100": Profile(
         overhead=1.2e-3,
@@ -49,10 +49,10 @@ PROFILES = {
         max_num_batched_tokens=8192,
     ),
     "cpu-smol": Profile(
-        overhead=8e-3,
-        weights=30e-3,
-        token=1.7e-3,
-        context_token=2.5e-6,
+        overhead=10e-3,
+        weights=84e-3,
+        token=2.0e-3,
+        context_token=6e-6,
         num_blocks=2048,
         max_model_len=2048,
         max_num_batched_tokens=512,
