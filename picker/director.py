@@ -1,0 +1,192 @@
+"""LLMRequest in, endpoint out: one owner of each step, and of what follows a pick.
+
+    subset -> prefix.match -> schedule -> load.credit, prefix.learn      when picked
+    load.release, metrics, journal                                       when it ends
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from picker.journal import Journal
+from picker.load import Load
+from picker.metrics import PickerMetrics
+from picker.pool import Endpoint, Pool
+from picker.prefix.approximate import ApproximatePrefix, Match
+from picker.refusal import Refusal
+from picker.request import LLMRequest
+from picker.schedule import Decision, Scheduler
+from picker.sessions import Sessions
+from picker.usage import Usage
+
+
+class Outcome(StrEnum):
+    """How a picked request ended."""
+
+    COMPLETED = "completed"  # the end of its response was seen, with a status below 500
+    FAILED = "failed"  # the end was seen, with a status of 500 or more
+    ABORTED = "aborted"  # it ended before its response did
+
+
+@dataclass(slots=True, eq=False)
+class Pick:
+    """One request on its way. Whatever ends it, `end` does the work that follows exactly once."""
+
+    request_id: str
+    model: str | None
+    path: str
+    prompt_tokens: int
+    decision: Decision
+    endpoint: Endpoint  # the chosen one, then the one that really serves
+    uncached_tokens: int  # of the prompt, on that endpoint
+    picked_at: float  # Unix seconds
+    _director: Director
+    _match: Match | None
+    status: int | None = None
+    first_token_seconds: float | None = None
+    usage: Usage | None = None
+    outcome: Outcome | None = None
+    _credited_tokens: int = 0
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def destination(self) -> str:
+        """`x-gateway-destination-endpoint`: the endpoint, and those to fall back to."""
+        return ",".join(self.decision.endpoints)
+
+    def response_started(self, status: int, served_by: str | None = None) -> None:
+        """The response's headers came; `served_by` is the endpoint they came from, if told."""
+        if self.outcome is None:
+            self.status = status
+            if served_by is not None and served_by != self.endpoint.address:
+                self._director.moved(self, served_by)
+
+    def first_token(self, after: float | None = None) -> None:
+        """The first bytes of the response's body came, `after` seconds from the pick."""
+        if self.outcome is None and self.first_token_seconds is None:
+            elapsed = time.monotonic() - self._started
+            self.first_token_seconds = elapsed if after is None else after
+            self._director.prefilled(self)
+
+    def end(self, outcome: Outcome, usage: Usage | None = None) -> None:
+        """The request is over. Only the first call counts."""
+        if self.outcome is None:
+            self.outcome, self.usage = outcome, usage
+            self._director.ended(self)
+
+
+class Director:
+    """Routes requests over one pool."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        load: Load,
+        prefix: ApproximatePrefix,
+        scheduler: Scheduler,
+        sessions: Sessions,
+        metrics: PickerMetrics,
+        journal: Journal,
+        models: frozenset[str] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._load = load
+        self._prefix = prefix
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._metrics = metrics
+        self._journal = journal
+        self._models = models
+        self._clock = clock
+
+    def pick(self, request: LLMRequest) -> Pick:
+        """The endpoint for a request, credited with its load.
+
+        Raises:
+            Refusal: 404 for a model that is not served, 503 when no endpoint may serve it.
+        """
+        started = time.perf_counter()
+        try:
+            pick = self._pick(request)
+        except Refusal as refusal:
+            self._metrics.refused(refusal)
+            raise
+        self._metrics.picked(pick, time.perf_counter() - started)
+        return pick
+
+    def _pick(self, request: LLMRequest) -> Pick:
+        if self._models and request.model is not None and request.model not in self._models:
+            known = ", ".join(sorted(self._models)[:10])
+            raise Refusal(404, "model_not_found", f"the model is not served here; known: {known}")
+        rows = self._candidates(request)
+        match = self._prefix.match(request)
+        home = self._sessions.find(request)
+        pods = self._load.pods(rows, match.tokens, home)
+        decision = self._scheduler.schedule(request, pods)
+        endpoint = self._pool.endpoints[decision.endpoints[0]]
+        matched = int(match.tokens[endpoint.slot])
+        pick = Pick(
+            request_id=request.id,
+            model=request.model,
+            path=request.path,
+            prompt_tokens=request.prompt_tokens,
+            decision=decision,
+            endpoint=endpoint,
+            uncached_tokens=max(0, request.prompt_tokens - matched),
+            picked_at=time.time(),
+            _director=self,
+            _match=match,
+        )
+        self._settle_on(pick, endpoint)
+        self._load.picked(endpoint, cold=not match.tokens.any())
+        self._sessions.keep(request, endpoint)
+        self._journal.record(pick)
+        return pick
+
+    def _candidates(self, request: LLMRequest) -> np.ndarray:
+        """Slots of the endpoints that may serve a request."""
+        if not self._pool.endpoints:
+            raise Refusal(503, "no_endpoints", "the pool has no endpoint", retry_after=5)
+        if request.subset is None:
+            return self._pool.slots
+        rows = self._pool.among(request.subset)
+        if not len(rows):
+            raise Refusal(503, "empty_subset", "no endpoint of the pool is in the subset")
+        return rows
+
+    def _settle_on(self, pick: Pick, endpoint: Endpoint) -> None:
+        """Credit an endpoint with a pick, and expect its prompt in that endpoint's cache."""
+        pick.endpoint = endpoint
+        pick._credited_tokens = pick.uncached_tokens
+        self._load.credit(endpoint, pick.uncached_tokens)
+        if pick._match is not None:
+            self._prefix.learn(pick._match, endpoint)
+
+    def moved(self, pick: Pick, address: str) -> None:
+        """Another endpoint than the first of the list serves a pick: its load goes there."""
+        endpoint = self._pool.endpoints.get(address)
+        if endpoint is None:
+            return
+        self._load.release(pick.endpoint, pick._credited_tokens)
+        if pick._match is not None:
+            matched = int(pick._match.tokens[endpoint.slot])
+            pick.uncached_tokens = max(0, pick.prompt_tokens - matched)
+        self._settle_on(pick, endpoint)
+        self._metrics.moved()
+
+    def prefilled(self, pick: Pick) -> None:
+        self._load.release_tokens(pick.endpoint, pick._credited_tokens)
+        pick._credited_tokens = 0
+
+    def ended(self, pick: Pick) -> None:
+        self._load.release(pick.endpoint, pick._credited_tokens)
+        pick._credited_tokens = 0
+        pick._match = None  # the journal keeps the pick, not its keys
+        self._metrics.ended(pick)
