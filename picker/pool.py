@@ -1,0 +1,200 @@
+"""The endpoints of a pool: who is in it now, and which row each has in every column."""
+
+from __future__ import annotations
+
+import heapq
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picker.config import EndpointSpec
+
+MAX_ENDPOINTS = 4096
+FIRST_CAPACITY = 16  # slots; doubled whenever more are needed
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """One life of one model server. The same address added again is another endpoint."""
+
+    address: str  # "ip:port", IPv6 in brackets: as the endpoint picker protocol writes it
+    host: str  # without brackets
+    port: int
+    labels: Mapping[str, str]  # replaced, never changed, when an update brings others
+    slot: int  # its row in every column, while it is alive
+    alive: bool = True
+
+
+class Listener(Protocol):
+    """Keeps something for each endpoint."""
+
+    def added(self, endpoint: Endpoint) -> None:
+        """`endpoint.slot` is below the pool's capacity, which may have grown."""
+
+    def removed(self, endpoint: Endpoint) -> None:
+        """The endpoint is no longer alive; its slot may have another owner from now on."""
+
+
+class Pool:
+    """The model servers that requests are spread over.
+
+    Slots are small, and those of removed endpoints are used again, smallest first, so that
+    columns stay short and dense.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.endpoints: dict[str, Endpoint] = {}
+        self.capacity = FIRST_CAPACITY  # the length of a column
+        self.slots: NDArray[np.intp] = _frozen([])  # in use, ascending; replaced by an update
+        self.revision = 0  # grows with each update that changed something
+        self._listeners: list[Listener] = []
+        self._free: list[int] = list(range(self.capacity))  # a heap
+        self._by_host: dict[str, list[int]] = {}
+
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener of all endpoints that are in the pool, and of every change."""
+        self._listeners.append(listener)
+        for endpoint in self.endpoints.values():
+            listener.added(endpoint)
+
+    def update(self, specs: Sequence[EndpointSpec]) -> None:
+        """Make these the endpoints: others are removed, new ones added, the rest kept.
+
+        New labels of an endpoint that stays are taken over, and its state is kept.
+
+        Raises:
+            ValueError: an address that is no `ip:port`, one given twice, or too many; nothing
+                has changed then.
+        """
+        wanted = _by_address(specs)
+        gone = [endpoint for endpoint in self.endpoints.values() if endpoint.address not in wanted]
+        for endpoint in gone:
+            del self.endpoints[endpoint.address]
+            endpoint.alive = False
+            heapq.heappush(self._free, endpoint.slot)
+        new, changed = [], bool(gone)
+        for address, (host, port, labels) in wanted.items():
+            known = self.endpoints.get(address)
+            if known is None:
+                endpoint = Endpoint(address, host, port, labels, self._take_slot())
+                self.endpoints[address] = endpoint
+                new.append(endpoint)
+            elif known.labels != labels:
+                known.labels = labels
+                changed = True
+        if not (changed or new):
+            return
+        self.slots = _frozen(sorted(endpoint.slot for endpoint in self.endpoints.values()))
+        self._by_host = {}
+        for endpoint in self.endpoints.values():
+            self._by_host.setdefault(endpoint.host, []).append(endpoint.slot)
+        self.revision += 1
+        for listener in self._listeners:
+            for endpoint in gone:
+                listener.removed(endpoint)
+            for endpoint in new:
+                listener.added(endpoint)
+
+    def among(self, subset: Sequence[str]) -> NDArray[np.intp]:
+        """Slots of the endpoints that a subset names, ascending.
+
+        An entry is `ip:port`, or an IP alone for all its ports; IPv6 with a port is in brackets.
+        Blanks around it are ignored, and so is an entry that names no endpoint of the pool.
+        """
+        found: set[int] = set()
+        for entry in subset:
+            entry = entry.strip()
+            endpoint = self.endpoints.get(entry)
+            if endpoint is not None:
+                found.add(endpoint.slot)
+            elif entry in self._by_host:
+                found.update(self._by_host[entry])
+            elif ":" in entry:
+                found.update(self._spelled_otherwise(entry))
+        return np.array(sorted(found), np.intp)
+
+    def _spelled_otherwise(self, entry: str) -> Sequence[int]:
+        """Slots that an IPv6 entry names: with brackets, zeros or capitals that we do not use."""
+        try:
+            bare = entry[1:-1] if entry.startswith("[") and entry.endswith("]") else entry
+            return self._by_host.get(str(ipaddress.IPv6Address(bare)), ())
+        except ValueError:
+            pass
+        try:
+            host, port = parse_address(entry)
+        except ValueError:
+            return ()
+        endpoint = self.endpoints.get(_join(host, port))
+        return () if endpoint is None else (endpoint.slot,)
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            self._free = list(range(self.capacity, 2 * self.capacity))
+            self.capacity *= 2
+        return heapq.heappop(self._free)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of `ip:port`, the host without brackets in its shortest form.
+
+    `localhost` is 127.0.0.1. Other names are errors: the protocol between gateway and endpoint
+    picker knows pods by IP.
+
+    Raises:
+        ValueError: it says what is wrong with the address.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host:
+        raise ValueError(f"endpoint address {address!r} has no port: write ip:port")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ValueError(f"endpoint address {address!r}: the port must be 1 to 65535")
+    if host == "localhost":
+        return "127.0.0.1", int(port)
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ValueError(_why_no_ip(address, host)) from None
+    if ip.is_unspecified or ip.is_multicast or "%" in host:
+        raise ValueError(f"endpoint address {address!r}: {host} is not the address of one pod")
+    return str(ip), int(port)
+
+
+def _why_no_ip(address: str, host: str) -> str:
+    if ":" in host:
+        return f"endpoint address {address!r} is no IPv6 address in brackets: write [ip]:port"
+    if host.replace(".", "").isdigit():
+        return f"endpoint address {address!r} is no IPv4 address and port: write ip:port"
+    return (
+        f"endpoint address {address!r}: {host!r} is a name; give the pod's IP, because gateways "
+        "know pods by IP (only localhost is understood)"
+    )
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, tuple[str, int, Mapping[str, str]]]:
+    """Checked specs: host, port and labels of each address."""
+    if len(specs) > MAX_ENDPOINTS:
+        raise ValueError(f"{len(specs)} endpoints in one pool: {MAX_ENDPOINTS} are the most")
+    wanted: dict[str, tuple[str, int, Mapping[str, str]]] = {}
+    for spec in specs:
+        host, port = parse_address(spec.address)
+        address = _join(host, port)
+        if address in wanted:
+            raise ValueError(f"endpoint {address} is given twice")
+        wanted[address] = (host, port, dict(spec.labels))
+    return wanted
+
+
+def _frozen(slots: list[int]) -> NDArray[np.intp]:
+    array = np.array(slots, np.intp)
+    array.flags.writeable = False
+    return array
