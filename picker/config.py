@@ -1,13 +1,21 @@
 """warmpath.yaml as types. Field names are camelCase in the file.
 
-Durations are written `50ms`, `2s`, `5m`, `1h`; sizes `16MiB`; both are numbers here: seconds, bytes.
+Durations are written `50ms`, `2s`, `5m`, `1h`; sizes `16MiB`; both are numbers here, of seconds
+and of bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Callable
+from ipaddress import ip_address
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+
+from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
 
 MIB = 1 << 20
 
@@ -20,35 +28,40 @@ class Size(int):
     """Bytes."""
 
 
+Blocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Few = Annotated[int, msgspec.Meta(ge=0, le=16)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
 class Section(
     msgspec.Struct, rename="camel", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
     """A part of the file. Unknown keys are errors."""
 
 
-class Listen(Section):
+class Listen(Section, frozen=True):
     """Ports of the picker; 0 means any free one."""
 
     host: str = "127.0.0.1"
-    grpc: int = 9002  # ext_proc, and Envoy's access logs
-    health: int = 9003  # gRPC health
-    http: int = 9004  # ext_authz, the lean profile
-    admin: int = 9090  # metrics and debug pages
+    grpc: Port = 9002  # ext_proc, and Envoy's access logs
+    health: Port = 9003  # gRPC health
+    http: Port = 9004  # ext_authz, the lean profile
+    admin: Port = 9090  # metrics and debug pages
 
 
-class EndpointSpec(Section):
+class EndpointSpec(Section, frozen=True):
     """One model server."""
 
     address: str
     labels: dict[str, str] = {}
 
 
-class PoolSection(Section):
+class PoolSection(Section, frozen=True):
     name: str = "default"
     endpoints: list[EndpointSpec] = []
 
 
-class Metrics(Section):
+class Metrics(Section, frozen=True):
     """How model servers' load is read."""
 
     engine: Literal["vllm", "sglang", "trtllm", "triton"] = "vllm"
@@ -58,21 +71,21 @@ class Metrics(Section):
     stale_after: Duration = Duration(2.0)  # without an answer, a pod is passed over
 
 
-class Prefix(Section):
+class Prefix(Section, frozen=True):
     mode: Literal["approximate"] = "approximate"
     block_bytes: Size = Size(256)
-    max_blocks: int = 1024  # of one prompt; what follows is not matched
+    max_blocks: Blocks = 1024  # of one prompt; what follows is not matched
 
 
-class PickerSection(Section):
+class PickerSection(Section, frozen=True):
     """How one endpoint is chosen by the scores."""
 
     type: Literal["maxScore", "weightedRandom", "softmax", "powerOfTwo"] = "maxScore"
-    fallbacks: int = 1  # endpoints named after the first, for retries
+    fallbacks: Few = 1  # endpoints named after the first, for retries
     temperature: float = 0.1  # of softmax
 
 
-class Scheduling(Section):
+class Scheduling(Section, frozen=True):
     """Empty filters and scorers mean the default policy."""
 
     filters: list[str | dict[str, Any]] = []
@@ -80,25 +93,25 @@ class Scheduling(Section):
     picker: PickerSection = PickerSection()
 
 
-class Sessions(Section):
+class Sessions(Section, frozen=True):
     header: str = "x-session-id"
     ttl: Duration = Duration(300.0)
 
 
-class Envoy(Section):
+class Envoy(Section, frozen=True):
     """What `warmpath envoy` and `warmpath up` make of it."""
 
-    listen: int = 8080
+    listen: Port = 8080
     host: str = "127.0.0.1"
-    admin: int = 9901  # on loopback; 0 means any free port
+    admin: Port = 9901  # on loopback; 0 means any free port
     profile: Literal["standard", "lean"] = "standard"
     fail_open: bool = False  # round robin while the picker is away, instead of 503
     timeout: Duration = Duration(3600.0)  # of a whole response
     idle_timeout: Duration = Duration(600.0)  # between two bytes of one
-    retries: int = 1
+    retries: Few = 1
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The whole file."""
 
     listen: Listen = Listen()
@@ -112,3 +125,221 @@ class Config(Section):
     max_body: Size = Size(16 * MIB)
     usage: bool = True  # read token usage from responses
     drain: Duration = Duration(30.0)  # for streams in flight, at SIGTERM
+
+
+LEAST_AND_MOST = {  # what a number may be, as it is written
+    "metrics.interval": ("5ms", "1m"),
+    "metrics.idleInterval": ("5ms", "1h"),
+    "metrics.timeout": ("10ms", "1m"),
+    "metrics.staleAfter": ("50ms", "1h"),
+    "prefix.blockBytes": ("16", "1MiB"),
+    "scheduling.picker.temperature": ("0.000001", "1000000"),
+    "sessions.ttl": ("1s", "168h"),
+    "envoy.timeout": ("0s", "168h"),
+    "envoy.idleTimeout": ("0s", "168h"),
+    "maxBody": ("1KiB", "1GiB"),
+    "drain": ("0s", "1h"),
+}
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+BYTES = {"": 1} | {
+    unit + tail: 1 << shift
+    for unit, shift in (("Ki", 10), ("Mi", 20), ("Gi", 30))
+    for tail in ("", "B")
+}
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text (numbers and words like `on` need quotes)",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "keys with values",
+    "null": "nothing",
+}
+
+
+def load(path: str | Path, check: Callable[[Config], object] | None = None) -> Config:
+    """The configuration in a file.
+
+    Args:
+        path: of a YAML file.
+        check: further checks that raise ValueError; its message is shown with the place it names.
+
+    Raises:
+        ConfigError: the file cannot be read or used, in one line.
+    """
+    return parse(read_text(Path(path)), str(path), check)
+
+
+def parse(
+    text: str, name: str = "warmpath.yaml", check: Callable[[Config], object] | None = None
+) -> Config:
+    """The configuration in a text; `name` is the file's, for errors. See `load`."""
+    document = Document(text, name)
+    data = {} if document.data is None else document.data
+    if not isinstance(data, dict):
+        raise document.error((), f"expected keys with values, got {shown(data)}")
+    data = _known(document, data, Config, ())
+    try:
+        config = msgspec.convert(data, Config, dec_hook=_number)
+    except msgspec.ValidationError as problem:
+        raise _explained(document, data, str(problem)) from None
+    _check_ranges(document, config)
+    _check_endpoints(document, config.pool.endpoints)
+    if check is not None:
+        try:
+            check(config)
+        except ValueError as problem:
+            place = document.mentioned(("scheduling",), str(problem))
+            raise document.error(place, str(problem)) from None
+    return config
+
+
+def as_data(config: Config) -> dict[str, Any]:
+    """As it would stand in the file: camelCase keys, seconds and bytes as numbers."""
+    data = msgspec.to_builtins(config, enc_hook=lambda number: number + 0)
+    assert isinstance(data, dict)
+    return data
+
+
+def seconds(value: object) -> float:
+    """A duration: `50ms`, `2s`, `5m`, `1h`, or a number of seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return _scaled(value, SECONDS | {"": 1.0}, "a duration", "50ms, 2s, 5m or 1h")
+
+
+def num_bytes(value: object) -> int:
+    """A size: `16MiB`, `1Gi`, or a number of bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return int(_scaled(value, BYTES, "a size", "256, 64KiB, 16MiB or 1GiB"))
+
+
+def _scaled(value: object, units: dict[str, Any], what: str, examples: str) -> float:
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value)
+        if match and match[2] in units:
+            return float(match[1]) * float(units[match[2]])
+    elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+        return float(value)
+    raise ValueError(f"{shown(value)} is not {what}: write {examples}")
+
+
+def _number(kind: type, value: object) -> object:
+    if kind is Duration:
+        return Duration(seconds(value))
+    if kind is Size:
+        return Size(num_bytes(value))
+    raise NotImplementedError(kind)
+
+
+def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
+    """The data without keys that say nothing (null), once every key is found to be known."""
+    if get_origin(kind) is list and isinstance(data, list):
+        (item,) = get_args(kind)
+        return [_known(document, each, item, (*place, i)) for i, each in enumerate(data)]
+    if not (isinstance(kind, type) and issubclass(kind, Section) and isinstance(data, dict)):
+        return data
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key in data:
+        if key not in fields:
+            raise document.error((*place, key), f"unknown key; {nearest(key, fields)}")
+    return {
+        key: _known(document, value, fields[key], (*place, key))
+        for key, value in data.items()
+        if value is not None
+    }
+
+
+def _explained(document: Document, data: Any, message: str) -> ConfigError:
+    """msgspec's error at its place in the file, in this file's words."""
+    what, _, where = message.partition(" - at `$")
+    place: Place = ()
+    for key, index in re.findall(r"\.([A-Za-z]+)|\[([0-9]+|\.\.\.)\]", where):
+        if index == "...":  # some value of a mapping
+            wrong = re.search(r"got `(\w+)`", what)
+            place = (*place, _wrong_key(document.at(place), wrong[1] if wrong else ""))
+        else:
+            place = (*place, key or int(index))
+    value = document.at(place)
+    if match := re.match(r"Expected `(.+?)`(?: (>=|<=) (\S+))?", what):
+        expected = " or ".join(EXPECTED.get(kind, kind) for kind in match[1].split(" | "))
+        if match[2]:
+            expected += f", at {'least' if match[2] == '>=' else 'most'} {match[3]}"
+        elif isinstance(value, str) and re.fullmatch(r"-?[0-9.]+|true|false", value):
+            expected += " (without quotes)"
+        what = f"expected {expected}, got {shown(value)}"
+    elif what.startswith("Invalid enum value"):
+        what = f"{shown(value)} is unknown; {nearest(str(value), _choices(place))}"
+    elif what.startswith("Object missing required field"):
+        what = f"the key {what.split('`')[1]!r} is missing"
+    return document.error(place, what)
+
+
+def _wrong_key(mapping: Any, got: str) -> str:
+    """The first key whose value has the type that msgspec refused."""
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "array": list, "object": dict}
+    kind = kinds.get(got, type(None))
+    return next((key for key, value in mapping.items() if type(value) is kind), "")
+
+
+def _choices(place: Place) -> list[str]:
+    """The words that a key takes."""
+    kind: Any = Config
+    for key in place:
+        kind = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}[str(key)]
+    return [str(word) for word in get_args(kind)]
+
+
+def _check_ranges(document: Document, config: Config) -> None:
+    data = as_data(config)
+    for key, (least, most) in LEAST_AND_MOST.items():
+        value: Any = data
+        place: Place = tuple(key.split("."))
+        for part in place:
+            value = value[part]
+        if not _bound(least) <= value <= _bound(most):
+            written = document.at(place)
+            raise document.error(place, f"{shown(written)} must be between {least} and {most}")
+
+
+def _bound(written: str) -> float:
+    return _scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")
+
+
+def _check_endpoints(document: Document, endpoints: list[EndpointSpec]) -> None:
+    seen: dict[str, int] = {}
+    for i, endpoint in enumerate(endpoints):
+        place: Place = ("pool", "endpoints", i, "address")
+        try:
+            check_address(endpoint.address)
+        except ValueError as problem:
+            raise document.error(place, str(problem)) from None
+        first = seen.setdefault(endpoint.address, i)
+        if first != i:
+            raise document.error(
+                place, f"{endpoint.address!r} is {dotted((*place[:2], first))} already; remove one"
+            )
+
+
+def check_address(address: str) -> None:
+    """Check an endpoint's address: an IP, since Envoy is told it as it stands, and a port.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        version: int = ip_address(host[1:-1] if bracketed else host).version
+    except ValueError:
+        version = 0
+    number = int(port) if re.fullmatch(r"[1-9][0-9]{0,4}", port, re.ASCII) else 0
+    if version != (6 if bracketed else 4) or not 1 <= number <= 65535:
+        raise ValueError(
+            f"{shown(address)} is not an IP and a port: write 127.0.0.1:8001 or [::1]:8001"
+        )
