@@ -17,3 +17,16 @@ class LoadReport:
     block_size: int | None = None  # tokens of a KV block
     num_blocks: int | None = None  # KV blocks of the pod
     adapters: Adapters | None = None
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that the KV cache holds."""
+        if self.block_size is None or self.num_blocks is None:
+            return None
+        return self.block_size * self.num_blocks
+
+    @property
+    def missing(self) -> list[str]:
+        """What scorers need and the page does not tell."""
+        told = {"waiting": self.waiting, "running": self.running, "kv_usage": self.kv_usage}
+        return [name for name, value in told.items() if value is None]

@@ -1,0 +1,293 @@
+"""How busy each pod is: what its metrics page told, and our own requests that are on it now."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf, nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picker.engines import LoadReport
+from picker.pool import Endpoint, Pool
+from scorers.pods import Adapters, Column, Pods
+
+log = logging.getLogger(__name__)
+
+MAX_PICKS = 4096  # of one pod, whose times are kept until a scrape has seen them
+
+_NO_ADAPTERS = Adapters()
+_WAITING, _RUNNING, _KV_USAGE, _INFLIGHT, _TOKENS = range(5)  # rows of the table
+
+
+@dataclass(frozen=True, slots=True)
+class PodLoad:
+    """The load of one pod, for people. NaN where it does not tell."""
+
+    fresh: bool
+    age: float  # seconds since the page behind these numbers was asked for; inf before the first
+    error: str | None  # why the last scrape failed, if it did
+    waiting: float  # as told, with our picks since
+    running: float
+    kv_usage: float
+    inflight: int
+    inflight_tokens: int
+    kv_tokens: int | None  # size of its KV cache
+    adapters: Adapters
+
+
+@dataclass(slots=True)
+class _Pod:
+    """What is known of one endpoint beside its columns."""
+
+    inflight: int = 0
+    tokens: int = 0  # exact: float32 cannot add and take away large sums without a rest
+    picks: deque[float] = field(default_factory=deque)  # times of picks that no scrape has seen
+    began: float = -inf  # of the scrape that the columns are from
+    error: str | None = None
+    missed: set[str] = field(default_factory=set)  # metrics it was found not to tell
+    kv_tokens: int | None = None
+    adapters: Adapters = _NO_ADAPTERS
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A choice of slots, and what is kept by row of it."""
+
+    slots: NDArray[np.intp]
+    addresses: list[str]
+    labels: list[Mapping[str, str]]
+    adapters: list[Adapters]
+    nowhere: NDArray[np.bool_]
+    dense: bool  # the slots are 0, 1, 2 ...: columns are cut, not copied
+    revision: int  # of the pool
+
+
+class Load:
+    """Columns of load by slot, and `Pods` made of them.
+
+    A listener of its pool. What is told of an endpoint that is no longer alive is ignored, so a
+    request that outlives its pod changes nothing for the next owner of the slot.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        stale_after: float = 2.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stale_after`: seconds from asking for a page until its numbers are too old."""
+        self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
+        self.clock = clock
+        self._pool = pool
+        self._stale_after = stale_after
+        self._table = np.zeros((5, 0), np.float32)
+        self._trusted_until = np.zeros(0)
+        self._cold_at = np.zeros(0)
+        self._pods: list[_Pod] = []  # by slot
+        self._labels: list[Mapping[str, str]] = []
+        self._addresses: list[str] = []
+        pool.listen(self)
+        self._all = self._every_row()
+
+    def pods(
+        self, slots: NDArray[np.intp], matched_tokens: Column, session: Endpoint | None
+    ) -> Pods:
+        """The candidates in these slots of the pool, which are ascending and each named once.
+
+        `matched_tokens` is a column by slot. Columns may be cut from ours: they are right until
+        the next call that changes a load, and nobody may write to them.
+        """
+        rows = self._all
+        if rows.revision != self._pool.revision:
+            rows = self._all = self._every_row()
+        if len(slots) != len(rows.slots):
+            rows = self._rows(slots)
+        chosen = slice(len(rows.slots)) if rows.dense else rows.slots
+        table = self._table[:, chosen]
+        home = session is not None and session.alive
+        return Pods(
+            rows.addresses,
+            rows.labels,
+            rows.adapters,
+            self._trusted_until[chosen] >= self.clock(),
+            table[_WAITING],
+            table[_RUNNING],
+            table[_KV_USAGE],
+            table[_INFLIGHT],
+            table[_TOKENS],
+            matched_tokens[chosen],
+            self._cold_at[chosen],
+            rows.slots == session.slot if home and session is not None else rows.nowhere,
+        )
+
+    # What our own requests do
+
+    def credit(self, endpoint: Endpoint, tokens: int) -> None:
+        """A request goes to an endpoint, which must compute this many tokens of its prompt."""
+        self._change(endpoint, 1, tokens)
+
+    def release_tokens(self, endpoint: Endpoint, tokens: int) -> None:
+        """The prompt of a credited request is computed: its first token came."""
+        self._change(endpoint, 0, -tokens)
+
+    def release(self, endpoint: Endpoint, tokens: int) -> None:
+        """A credited request is over; `tokens` are those not released before."""
+        self._change(endpoint, -1, -tokens)
+
+    def _change(self, endpoint: Endpoint, requests: int, tokens: int) -> None:
+        if not endpoint.alive:
+            return
+        slot = endpoint.slot
+        pod = self._pods[slot]
+        pod.inflight = max(0, pod.inflight + requests)
+        pod.tokens = max(0, pod.tokens + tokens)
+        self._table[_INFLIGHT, slot] = pod.inflight
+        self._table[_TOKENS, slot] = pod.tokens
+
+    def picked(self, endpoint: Endpoint, cold: bool) -> None:
+        """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
+
+        It counts as waiting there until a scrape that began later tells what became of it.
+        """
+        if not endpoint.alive:
+            return
+        now, slot = self.clock(), endpoint.slot
+        picks = self._pods[slot].picks
+        picks.append(now)
+        if len(picks) > MAX_PICKS:
+            picks.popleft()
+        self._table[_WAITING, slot] += 1.0
+        if cold:
+            self._cold_at[slot] = now
+        self.on_pick(endpoint)
+
+    # What the scraper sees
+
+    def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
+        """A pod answered a scrape that began at `began`, by `clock`."""
+        if not endpoint.alive:
+            return
+        slot = endpoint.slot
+        pod = self._pods[slot]
+        while pod.picks and pod.picks[0] <= began:
+            pod.picks.popleft()
+        self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
+        self._table[_RUNNING, slot] = _told(report.running)
+        self._table[_KV_USAGE, slot] = _told(report.kv_usage)
+        self._trusted_until[slot] = began + self._stale_after
+        pod.began = began
+        if report.kv_tokens is not None:
+            pod.kv_tokens = report.kv_tokens
+        adapters = report.adapters or _NO_ADAPTERS
+        if adapters != pod.adapters:
+            pod.adapters = adapters
+            self._all.revision = -1  # to be made again: it names the old ones
+        if pod.error is not None:
+            pod.error = None
+            log.info("pod %s tells its load again", endpoint.address)
+        for metric in report.missing:
+            if metric not in pod.missed:
+                pod.missed.add(metric)
+                log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
+
+    def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
+        """A scrape failed. The old numbers stay, and are trusted until they are too old.
+
+        `unreachable`: nobody listens there, so they are not trusted from now on.
+        """
+        if not endpoint.alive:
+            return
+        pod = self._pods[endpoint.slot]
+        if pod.error is None:
+            log.warning("pod %s does not tell its load: %s", endpoint.address, why)
+        pod.error = why
+        if unreachable:
+            self._trusted_until[endpoint.slot] = -inf
+
+    def busy(self, endpoint: Endpoint) -> bool:
+        """Whether the pod has work: as far as it told, or because we sent it some."""
+        slot = endpoint.slot
+        waiting, running = self._table[_WAITING, slot], self._table[_RUNNING, slot]
+        return bool(waiting > 0 or running > 0 or self._pods[slot].inflight)
+
+    # What people see
+
+    def age(self, endpoint: Endpoint) -> float:
+        """Seconds since the pod was asked for what is known of it; infinite before the first."""
+        return self.clock() - self._pods[endpoint.slot].began if endpoint.alive else inf
+
+    def describe(self, endpoint: Endpoint) -> PodLoad:
+        """The load of an endpoint that is alive."""
+        slot = endpoint.slot
+        pod = self._pods[slot]
+        return PodLoad(
+            fresh=bool(self._trusted_until[slot] >= self.clock()),
+            age=self.age(endpoint),
+            error=pod.error,
+            waiting=float(self._table[_WAITING, slot]),
+            running=float(self._table[_RUNNING, slot]),
+            kv_usage=float(self._table[_KV_USAGE, slot]),
+            inflight=pod.inflight,
+            inflight_tokens=pod.tokens,
+            kv_tokens=pod.kv_tokens,
+            adapters=pod.adapters,
+        )
+
+    # The pool's listener
+
+    def added(self, endpoint: Endpoint) -> None:
+        more = self._pool.capacity - len(self._pods)
+        if more > 0:
+            self._table = np.pad(self._table, ((0, 0), (0, more)))
+            self._trusted_until = np.pad(self._trusted_until, (0, more))
+            self._cold_at = np.pad(self._cold_at, (0, more))
+            self._pods += [_Pod() for _ in range(more)]
+        self._clear(endpoint)
+
+    def removed(self, endpoint: Endpoint) -> None:
+        self._clear(endpoint)
+
+    def _clear(self, endpoint: Endpoint) -> None:
+        slot = endpoint.slot
+        self._pods[slot] = _Pod()
+        self._table[:, slot] = 0.0
+        self._table[: _KV_USAGE + 1, slot] = nan
+        self._trusted_until[slot] = -inf
+        self._cold_at[slot] = 0.0
+
+    # Rows of Pods
+
+    def _every_row(self) -> _Rows:
+        """The rows of all endpoints, and what to look up by slot."""
+        capacity = self._pool.capacity
+        self._addresses, self._labels = [""] * capacity, [{}] * capacity
+        for endpoint in self._pool.endpoints.values():
+            self._addresses[endpoint.slot] = endpoint.address
+            self._labels[endpoint.slot] = endpoint.labels
+        return self._rows(self._pool.slots)
+
+    def _rows(self, slots: NDArray[np.intp]) -> _Rows:
+        chosen, pods = slots.tolist(), self._pods
+        return _Rows(
+            slots,
+            [self._addresses[slot] for slot in chosen],
+            [self._labels[slot] for slot in chosen],
+            [pods[slot].adapters for slot in chosen],
+            np.zeros(len(chosen), np.bool_),
+            not chosen or chosen[-1] == len(chosen) - 1,
+            self._pool.revision,
+        )
+
+
+def _told(value: float | None) -> float:
+    return nan if value is None else value
+
+
+def _nobody(endpoint: Endpoint) -> None:
+    """Hears of a pick when no scraper does."""
