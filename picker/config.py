@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from ipaddress import ip_address
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
+from picker.document import ConfigError, Document, Place, nearest, read_text, shown
 
 MIB = 1 << 20
 
@@ -184,12 +183,11 @@ def parse(
     except msgspec.ValidationError as problem:
         raise _explained(document, data, str(problem)) from None
     _check_ranges(document, config)
-    _check_endpoints(document, config.pool.endpoints)
     if check is not None:
         try:
             check(config)
         except ValueError as problem:
-            place = document.mentioned(("scheduling",), str(problem))
+            place = document.mentioned(str(problem))
             raise document.error(place, str(problem)) from None
     return config
 
@@ -309,37 +307,3 @@ def _check_ranges(document: Document, config: Config) -> None:
 
 def _bound(written: str) -> float:
     return _scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")
-
-
-def _check_endpoints(document: Document, endpoints: list[EndpointSpec]) -> None:
-    seen: dict[str, int] = {}
-    for i, endpoint in enumerate(endpoints):
-        place: Place = ("pool", "endpoints", i, "address")
-        try:
-            check_address(endpoint.address)
-        except ValueError as problem:
-            raise document.error(place, str(problem)) from None
-        first = seen.setdefault(endpoint.address, i)
-        if first != i:
-            raise document.error(
-                place, f"{endpoint.address!r} is {dotted((*place[:2], first))} already; remove one"
-            )
-
-
-def check_address(address: str) -> None:
-    """Check an endpoint's address: an IP, since Envoy is told it as it stands, and a port.
-
-    Raises:
-        ValueError: it is none.
-    """
-    host, _, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    try:
-        version: int = ip_address(host[1:-1] if bracketed else host).version
-    except ValueError:
-        version = 0
-    number = int(port) if re.fullmatch(r"[1-9][0-9]{0,4}", port, re.ASCII) else 0
-    if version != (6 if bracketed else 4) or not 1 <= number <= 65535:
-        raise ValueError(
-            f"{shown(address)} is not an IP and a port: write 127.0.0.1:8001 or [::1]:8001"
-        )

@@ -1,7 +1,7 @@
 """LLMRequest in, endpoint out: one owner of each step, and of what follows a pick.
 
-    subset -> prefix.match -> schedule -> load.credit, prefix.learn      when picked
-    load.release, metrics, journal                                       when it ends
+subset -> prefix.match -> schedule -> load.credit, prefix.learn      when picked
+load.release, metrics, journal                                       when it ends
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Pick:
     first_token_seconds: float | None = None
     usage: Usage | None = None
     outcome: Outcome | None = None
+    seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
     _started: float = field(default_factory=time.monotonic)
 
@@ -73,10 +74,13 @@ class Pick:
             self.first_token_seconds = elapsed if after is None else after
             self._director.prefilled(self)
 
-    def end(self, outcome: Outcome, usage: Usage | None = None) -> None:
-        """The request is over. Only the first call counts."""
+    def end(
+        self, outcome: Outcome, usage: Usage | None = None, *, after: float | None = None
+    ) -> None:
+        """The request is over, `after` seconds from the pick. Only the first call counts."""
         if self.outcome is None:
             self.outcome, self.usage = outcome, usage
+            self.seconds = time.monotonic() - self._started if after is None else after
             self._director.ended(self)
 
 

@@ -82,17 +82,13 @@ class Document:
                 return None
         return value
 
-    def mentioned(self, under: Place, message: str) -> Place:
-        """The deepest place under a place whose key or text a message quotes; else the place."""
-        quoted = set(re.findall(r"['`\"]([^'`\"]+)['`\"]", message))
-        places = [
-            place
-            for place in self._lines
-            if len(place) > len(under)
-            and place[: len(under)] == under
-            and quoted & {str(place[-1]), str(self.at(place))}
-        ]
-        return max(places, key=len, default=under)
+    def mentioned(self, message: str) -> Place:
+        """The place whose key or text a message quotes first; the top where there is none."""
+        for word in re.findall(r"['`\"]([^'`\"]+)['`\"]", message):
+            for place in self._lines:
+                if place and word in (str(place[-1]), self.at(place)):
+                    return place
+        return ()
 
     def _value(self, node: yaml.Node, place: Place) -> Any:
         self._nodes += 1

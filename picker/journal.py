@@ -1,0 +1,101 @@
+"""The last picks, for people who ask why a request went where it went."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from scorers.pods import Column
+
+if TYPE_CHECKING:
+    from picker.director import Pick
+
+SIZE = 1024
+MAX_ROWS = 200_000  # candidates of all picks that are kept, each with all its scores
+MAX_SHOWN = 256  # characters of a client's word
+
+
+class Journal:
+    """The last picks, oldest first. They go on changing until their requests end.
+
+    It keeps no prompt, and of the headers only the request's id.
+    """
+
+    def __init__(self, size: int = SIZE, max_rows: int = MAX_ROWS) -> None:
+        """
+        Args:
+            size: picks to keep.
+            max_rows: candidates to keep, over all picks: with many pods there are fewer picks.
+        """
+        self._picks: deque[Pick] = deque()
+        self._size = size
+        self._max_rows = max_rows
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return len(self._picks)
+
+    def __reversed__(self) -> Iterator[Pick]:
+        """Newest first."""
+        return reversed(self._picks)
+
+    def record(self, pick: Pick) -> None:
+        self._picks.append(pick)
+        self._rows += len(pick.decision.candidates)
+        while len(self._picks) > self._size or (
+            self._rows > self._max_rows and len(self._picks) > 1
+        ):
+            self._rows -= len(self._picks.popleft().decision.candidates)
+
+    def find(self, request_id: str) -> Pick | None:
+        """The newest pick for a request; retries of a gateway may repeat an id."""
+        return next((pick for pick in reversed(self._picks) if pick.request_id == request_id), None)
+
+
+def summary(pick: Pick) -> dict[str, Any]:
+    """One pick, to be written as JSON."""
+    usage = pick.usage
+    return {
+        "requestId": pick.request_id[:MAX_SHOWN],
+        "pickedAt": pick.picked_at,
+        "model": pick.model and pick.model[:MAX_SHOWN],
+        "path": pick.path[:MAX_SHOWN],
+        "promptTokens": pick.prompt_tokens,
+        "endpoints": list(pick.decision.endpoints),
+        "servedBy": pick.endpoint.address,
+        "predictedCachedTokens": pick.prompt_tokens - pick.uncached_tokens,
+        "timeToFirstTokenSeconds": pick.first_token_seconds,
+        "status": pick.status,
+        "outcome": pick.outcome,
+        "usage": usage
+        and {
+            "promptTokens": usage.prompt_tokens,
+            "cachedTokens": usage.cached_tokens,
+            "completionTokens": usage.completion_tokens,
+        },
+    }
+
+
+def detail(pick: Pick) -> dict[str, Any]:
+    """One pick with every candidate's scores, best first, and what the filters dropped."""
+    decision = pick.decision
+    order = sorted(range(len(decision.candidates)), key=lambda row: -float(decision.total[row]))
+    return summary(pick) | {
+        "candidates": [
+            {
+                "endpoint": decision.candidates[row],
+                "matchedTokens": _number(decision.matched, row),
+                "total": _number(decision.total, row),
+                "scores": {name: _number(column, row) for name, column in decision.scores.items()},
+            }
+            for row in order
+        ],
+    }
+
+
+def _number(column: Column, row: int) -> float | None:
+    """A cell; JSON knows no NaN."""
+    value = float(column[row])
+    return round(value, 6) if isfinite(value) else None
