@@ -35,7 +35,7 @@ _LATENCY = (
     ".005 .025 .05 .1 .2 .4 .6 .8 1 1.25 1.5 2 3 4 5 6 8 10 15 20 30 45 60 120 180 240 300 360 480 "
     "600 900 1200 1800 2700 3600"
 )
-_PER_TOKEN = (
+_TPOT = (
     ".0005 .00205 .005 .01 .02 .04 .06 .08 .1 .125 .15 .2 .3 .4 .5 .6 .8 1 1.5 2 3 4.5 6 12 18 24 "
     "30 36 48 60 90 120 180 270 360"
 )
@@ -92,7 +92,7 @@ MODEL_METRICS = {  # by attribute of _Model
         _PREFIX + "request_tpot_seconds",
         _MODEL,
         "Mean time between output tokens after the first.",
-        _PER_TOKEN,
+        _TPOT,
     ),
     "normalized": Spec(
         "histogram",

@@ -1,0 +1,225 @@
+"""The picker's own pages: metrics, health, and why things are as they are.
+
+For operators, on loopback unless configured otherwise. Every page is read-only, and what a page
+costs is bounded, because it is made on the loop that picks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from picker.config import Config, as_data
+from picker.document import plain
+from picker.journal import SIZE, Journal, detail, summary
+from picker.load import Load
+from picker.pool import Pool
+from picker.prefix.approximate import ApproximatePrefix
+from picker.refusal import Refusal
+
+DEFAULT_LIMIT = 100  # picks on a page
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """What the pages show."""
+
+    pool: Pool
+    load: Load
+    prefix: ApproximatePrefix
+    journal: Journal
+    collectors: Sequence[Collector]
+    config: Callable[[], Config]  # the one in force
+    not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
+    started: float = field(default_factory=time.time)  # Unix seconds
+
+
+def make_app(views: Views) -> web.Application:
+    """The application of the admin port."""
+    pages = Pages(views)
+    app = web.Application(middlewares=[answer_refusals])
+    app.add_routes(
+        [
+            web.get("/", pages.index),
+            web.get("/metrics", pages.metrics),
+            web.get("/healthz", pages.healthz),
+            web.get("/readyz", pages.readyz),
+            web.get("/config", pages.config),
+            web.get("/debug/state", pages.state),
+            web.get("/debug/decisions", pages.decisions),
+        ]
+    )
+    return app
+
+
+class Pages:
+    """One method a page."""
+
+    def __init__(self, views: Views) -> None:
+        self._views = views
+        process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=process)
+        PlatformCollector(registry=process)
+        GCCollector(registry=process)
+        self._collectors: list[Collector] = [*views.collectors, process]
+
+    async def index(self, request: web.Request) -> web.Response:
+        """What there is."""
+        text = (
+            f"Warmpath {version('warmpath')}, endpoint picker of pool {self._views.pool.name}\n\n"
+            "/metrics                          for Prometheus\n"
+            "/healthz  /readyz                 for probes\n"
+            "/config                           the configuration in force (?format=json)\n"
+            "/debug/state                      the pods, as the picker sees them\n"
+            f"/debug/decisions?limit={DEFAULT_LIMIT}        the last picks, newest first\n"
+            "/debug/decisions?request_id=ID    one pick, with the scores of every candidate\n"
+        )
+        return web.Response(text=text)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus' text, or OpenMetrics where asked for."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        chunks = []
+        for collector in self._collectors:
+            for family in collector.collect():
+                chunks.append(encode(_One(family)).removesuffix(b"# EOF\n"))
+                await asyncio.sleep(0)  # picks go first: many models make a long page
+        if "openmetrics" in content_type:
+            chunks.append(b"# EOF\n")
+        return web.Response(body=b"".join(chunks), headers={"Content-Type": content_type})
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        """200 while the process answers."""
+        return web.Response(text="ok\n")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """200 while requests are welcome, 503 and the reason otherwise."""
+        why = self._views.not_ready()
+        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+
+    async def config(self, request: web.Request) -> web.Response:
+        data = as_data(self._views.config())
+        if request.query.get("format") == "json":
+            return _json(data)
+        return web.Response(text=plain(data), content_type="application/yaml")
+
+    async def state(self, request: web.Request) -> web.Response:
+        """The pods as the picker sees them now. `null` is a number that a pod does not tell."""
+        views = self._views
+        canonical = msgspec.json.encode(as_data(views.config()), order="deterministic")
+        pods = []
+        for address, endpoint in views.pool.endpoints.items():
+            load = views.load.describe(endpoint)
+            pods.append(
+                {
+                    "address": address,
+                    "labels": dict(endpoint.labels),
+                    "fresh": load.fresh,
+                    "loadAgeSeconds": load.age,
+                    "scrapeError": load.error,
+                    "waiting": load.waiting,
+                    "running": load.running,
+                    "kvUsage": load.kv_usage,
+                    "inflightRequests": load.inflight,
+                    "inflightTokens": load.inflight_tokens,
+                    "kvTokens": load.kv_tokens,
+                    "runningAdapters": sorted(load.adapters.running),
+                    "waitingAdapters": sorted(load.adapters.waiting),
+                }
+            )
+        return _json(
+            {
+                "version": version("warmpath"),
+                "startedAt": views.started,
+                "notReady": views.not_ready(),
+                "configDigest": hashlib.sha256(canonical).hexdigest()[:16],
+                "pool": {"name": views.pool.name, "revision": views.pool.revision, "pods": pods},
+                "prefixIndex": {"blocks": views.prefix.blocks},
+                "journal": {"picks": len(views.journal)},
+            }
+        )
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        """The last picks, newest first; with `request_id`, that pick with all its scores."""
+        journal = self._views.journal
+        request_id = request.query.get("request_id")
+        if request_id is not None:
+            pick = journal.find(request_id)
+            if pick is None:
+                raise Refusal(
+                    404, "pick_not_found", f"the last {len(journal)} picks have no such request id"
+                )
+            return _json({"decisions": [detail(pick)]})
+        limit = _limit(request.query.get("limit"))
+        picks = [summary(pick) for pick, _ in zip(reversed(journal), range(limit), strict=False)]
+        return _json({"decisions": picks})
+
+
+@web.middleware
+async def answer_refusals(
+    request: web.Request, handler: Callable[[web.Request], Any]
+) -> web.StreamResponse:
+    try:
+        response: web.StreamResponse = await handler(request)
+    except Refusal as refusal:
+        return web.Response(body=refusal.body, status=refusal.status, content_type=JSON)
+    return response
+
+
+class _One:
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= SIZE):
+        raise Refusal(400, "bad_limit", f"limit must be a number from 1 to {SIZE}")
+    return int(text)
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=JSON)
+
+
+class AdminServer:
+    """Listens on the admin port."""
+
+    def __init__(self, views: Views, host: str, port: int) -> None:
+        self._runner = web.AppRunner(make_app(views), access_log=None, shutdown_timeout=1.0)
+        self._host = host
+        self._port = port
+
+    async def start(self) -> int:
+        """Listen; gives the port.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
