@@ -1,0 +1,75 @@
+"""Choosers take one candidate by the totals of their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from picker.config import PickerSection
+from scorers.pods import Column
+
+Chooser = Callable[[Column, np.random.Generator], int]
+"""Totals of at least one candidate, and randomness -> its row."""
+
+
+def max_score(totals: Column, random: np.random.Generator) -> int:
+    """The highest total; one at random among equals, or a row of idle pods would fill from one end.
+
+    Source: max-score-picker of the reference picker.
+    """
+    best = (totals == totals.max()).nonzero()[0]
+    return int(best[0] if len(best) == 1 else best[int(random.random() * len(best))])
+
+
+def weighted_random(totals: Column, random: np.random.Generator) -> int:
+    """Each with a chance in proportion to its total; all 0: each with the same.
+
+    Efraimidis and Spirakis, Weighted random sampling with a reservoir (A-Res), in its form with
+    exponential variables: the least E / total wins.
+    """
+    candidates = (totals > 0).nonzero()[0]
+    if not len(candidates):
+        return int(random.integers(len(totals)))
+    race = random.standard_exponential(len(candidates)) / totals[candidates]
+    return int(candidates[race.argmin()])
+
+
+def softmax(temperature: float) -> Chooser:
+    """Each with a chance in proportion to exp(total / temperature).
+
+    Source: Dynamo's router: towards 0 it becomes the highest total, above 1 nearly uniform.
+    """
+    if not 0 < temperature < np.inf:
+        raise ValueError("picker: temperature must be above 0")
+
+    def choose(totals: Column, random: np.random.Generator) -> int:
+        heights = (totals.astype(np.float64) - totals.max()) / temperature
+        return int((heights + random.gumbel(size=len(heights))).argmax())
+
+    return choose
+
+
+def power_of_two(totals: Column, random: np.random.Generator) -> int:
+    """The better of two at random: pickers that see the same loads do not all take the same pod.
+
+    Source: Mitzenmacher, The power of two choices in randomized load balancing.
+    """
+    count = len(totals)
+    first = int(random.random() * count)
+    if count == 1:
+        return first
+    second = (first + 1 + int(random.random() * (count - 1))) % count
+    return first if totals[first] >= totals[second] else second
+
+
+def chooser(settings: PickerSection) -> Chooser:
+    match settings.type:
+        case "maxScore":
+            return max_score
+        case "weightedRandom":
+            return weighted_random
+        case "softmax":
+            return softmax(settings.temperature)
+        case "powerOfTwo":
+            return power_of_two

@@ -1,0 +1,97 @@
+"""Filters say which pods may serve a request, before they are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scorers.pods import Pods, Request
+from scorers.uncached import backlog
+
+Mask = NDArray[np.bool_]
+
+
+class Filter(Protocol):
+    """Keeps some candidates of one request."""
+
+    required: ClassVar[bool]
+    """What to do with those it drops. Required: never picked, and a request that keeps none is
+    refused. Otherwise a preference: they serve as fallbacks, and a filter that keeps none is
+    ignored."""
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        """bool[n]. Reads, and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Stick to warm pods until they are saturated.
+
+    Keeps the pods that hold at least `share` of the prompt, unless even the one with the fewest
+    uncached tokens ahead has `slack` tokens more of them than the pod with the fewest of all.
+
+    Source: prefix-cache-affinity-filter of the reference picker and of llm-d, which turn the
+    tokens into seconds by a configured peak throughput.
+    """
+
+    required: ClassVar[bool] = False
+    share: float = 0.8
+    slack: float = 65_536.0
+    waiting_tokens: float = 256.0  # that a request in a pod's queue counts at least
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError("share must be above 0 and at most 1")
+        if self.slack < 0 or self.waiting_tokens < 0:
+            raise ValueError("slack and waitingTokens must not be negative")
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        least = max(1.0, self.share * request.prompt_tokens)
+        warm: Mask = pods.matched_tokens >= np.float32(least)
+        if warm.any():
+            ahead = backlog(pods, self.waiting_tokens)
+            if ahead[warm].min() - ahead.min() > self.slack:
+                return np.ones(len(pods), np.bool_)
+        return warm
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Keeps the pods below each limit that is set; a pod that never told a number is below it.
+
+    Source: utilization-filter of llm-d.
+    """
+
+    required: ClassVar[bool] = False
+    waiting: float = np.inf  # requests in the pod's queue
+    running: float = np.inf  # requests in its batch
+    kv_usage: float = np.inf  # share of KV blocks in use, 0 to 1
+    inflight: float = np.inf  # requests of our own
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        full: Mask = pods.waiting >= self.waiting
+        full |= pods.running >= self.running
+        full |= pods.kv_usage >= self.kv_usage
+        full |= pods.inflight >= self.inflight
+        return ~full
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Keeps the pods that have every label of `match_labels` with its value.
+
+    Source: label-selector-filter of llm-d.
+    """
+
+    required: ClassVar[bool] = True
+    match_labels: dict[str, str]
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        wanted = self.match_labels.items()
+        return np.array([wanted <= labels.items() for labels in pods.labels], np.bool_)
+
+
+FILTERS: dict[str, type[Filter]] = {"warm": Warm, "capacity": Capacity, "label": Label}

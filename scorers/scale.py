@@ -1,0 +1,32 @@
+"""From a load to a score: the least loaded candidate first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scorers.pods import Column
+
+
+def min_max(loads: Column) -> Column:
+    """(most - load) / (most - least): 1 for the least loaded, 0 for the most; all equal: 1.
+
+    NaN, a pod that never told, is 0 and left out of least and most.
+    """
+    least, most = np.fmin.reduce(loads), np.fmax.reduce(loads)
+    if not most > least:  # equal, or nobody told
+        told: Column = (loads == loads).astype(np.float32)
+        return told
+    scores: Column = (most - loads) / (most - least)
+    return np.fmax(scores, np.float32(0), out=scores)
+
+
+def behind(loads: Column, span: float) -> Column:
+    """1 - (load - least) / span: how far each is behind the least loaded; 0 from `span` on.
+
+    Linear and independent of the worst candidate, so that a difference weighs the same in every
+    request. NaN is 0 and left out of least.
+    """
+    scores: Column = loads - np.fmin.reduce(loads)
+    scores *= np.float32(-1 / span)
+    scores += np.float32(1)
+    return np.fmax(scores, np.float32(0), out=scores)
