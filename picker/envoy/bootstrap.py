@@ -1,0 +1,65 @@
+"""All of Envoy's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any as Json
+
+import yaml
+from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.core.v3 import Node
+
+from picker.config import Config
+from picker.envoy import clusters
+from picker.envoy.listener import listener
+from picker.envoy.parts import as_dict, socket
+
+ADMIN_HOST = "127.0.0.1"
+
+
+def bootstrap(config: Config, eds_path: Path | None = None) -> dict[str, Json]:
+    """Envoy's bootstrap for the profile of `config.envoy`, as JSON.
+
+    With `eds_path`, the pods are those that `clusters.write_endpoints` puts there, and may change
+    while Envoy runs; else those of `config.pool`.
+
+    Raises:
+        ValueError: a port of the picker is 0, or an endpoint is no IP address with a port.
+    """
+    for name in ("grpc", "http") if config.envoy.profile == "lean" else ("grpc",):
+        if not getattr(config.listen, name):
+            raise ValueError(f"listen.{name} is 0: Envoy must know the picker's port")
+    addresses = [endpoint.address for endpoint in config.pool.endpoints]
+    upstreams = [
+        clusters.pods(addresses, eds_path),
+        clusters.picker_grpc(config.listen.host, config.listen.grpc),
+    ]
+    if config.envoy.profile == "lean":
+        upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))
+    whole = Bootstrap(
+        node=Node(id=f"warmpath-{config.pool.name}", cluster="warmpath"),
+        admin=Admin(address=socket(ADMIN_HOST, config.envoy.admin)),
+        static_resources=BootstrapStaticResources(listeners=[listener(config)], clusters=upstreams),
+    )
+    return as_dict(whole)
+
+
+def as_json(bootstrap: dict[str, Json]) -> str:
+    return json.dumps(bootstrap, indent=2) + "\n"
+
+
+def as_yaml(bootstrap: dict[str, Json]) -> str:
+    return yaml.dump(bootstrap, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines, such as a script, as it is read."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

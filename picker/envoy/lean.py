@@ -1,0 +1,137 @@
+"""The lean profile: the picker is asked once a request, and told by the access log how it went."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
+from envoy_data_plane.envoy.config.core.v3 import (
+    ApiVersion,
+    DataSource,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    HttpUri,
+    SubstitutionFormatString,
+)
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    HeaderMatcher,
+    Route,
+    RouteMatch,
+)
+from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
+    CommonGrpcAccessLogConfig,
+    HttpGrpcAccessLogConfig,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_authz.v3 import (
+    AuthorizationResponse,
+    BufferSettings,
+    ExtAuthz,
+    HttpService,
+)
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Any
+
+from picker.config import Config
+from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP
+from picker.envoy.names import (
+    DESTINATION,
+    PICK_PATH,
+    REFUSAL,
+    REFUSED,
+    RETRY_AFTER,
+    STREAM,
+)
+from picker.envoy.parts import http_filter, names, set_header
+
+PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
+LOG_FLUSH = timedelta(seconds=0.1)
+LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
+
+
+def stream_header() -> HeaderMutation:
+    """Name each request, whatever its client calls it: pick and access log meet by that name."""
+    return HeaderMutation(append=set_header(STREAM, "%UNIQUE_ID%"))
+
+
+def ext_authz(config: Config) -> HttpFilter:
+    """Post the request to the picker, and take from its answer where to go."""
+    return http_filter(
+        "envoy.filters.http.ext_authz",
+        ExtAuthz(
+            http_service=HttpService(
+                server_uri=HttpUri(
+                    uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=PICK_TIMEOUT
+                ),
+                path_prefix=PICK_PATH,
+                authorization_response=AuthorizationResponse(
+                    allowed_upstream_headers=names(DESTINATION, REFUSAL, REFUSED, RETRY_AFTER),
+                    allowed_client_headers=names("content-type", REFUSED, "retry-after"),
+                ),
+            ),
+            allowed_headers=names(
+                "content-type",
+                "traceparent",
+                "x-request-id",
+                STREAM,
+                config.sessions.header.lower(),
+                prefixes=("x-gateway-inference-", "x-slo-", "x-llm-d-"),
+            ),
+            disallowed_headers=names("authorization"),  # sent otherwise, and nobody's business
+            with_request_body=BufferSettings(max_request_bytes=config.max_body),
+            failure_mode_allow=config.envoy.fail_open,
+            status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+            clear_route_cache=True,  # for `refusal_route`
+        ),
+    )
+
+
+def refusal_route() -> Route:
+    """Answers what the picker would answer with 503, which ext_authz takes for its failure."""
+    return Route(
+        name="refused",
+        match=RouteMatch(prefix="/", headers=[HeaderMatcher(name=REFUSAL, present_match=True)]),
+        direct_response=DirectResponseAction(
+            status=503,
+            body_format=SubstitutionFormatString(
+                text_format_source=DataSource(inline_string=f"%REQ({REFUSAL})%"),
+                content_type="application/json",
+            ),
+        ),
+        response_headers_to_add=[
+            set_header(REFUSED, f"%REQ({REFUSED})%"),
+            set_header("retry-after", f"%REQ({RETRY_AFTER})%"),
+        ],
+    )
+
+
+def usage_filter() -> HttpFilter:
+    """Reads the usage out of responses."""
+    script = Path(__file__).with_name("usage.lua").read_text()
+    return http_filter(
+        "envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script))
+    )
+
+
+def access_log() -> AccessLog:
+    """Tells the picker how each request goes and ends."""
+    return AccessLog(
+        name="envoy.access_loggers.http_grpc",
+        typed_config=Any.pack(
+            HttpGrpcAccessLogConfig(
+                common_config=CommonGrpcAccessLogConfig(
+                    log_name="warmpath",
+                    transport_api_version=ApiVersion.V3,
+                    grpc_service=GrpcService(
+                        envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC)
+                    ),
+                    buffer_flush_interval=LOG_FLUSH,
+                ),
+                additional_request_headers_to_log=[STREAM],
+            )
+        ),
+    )

@@ -1,0 +1,71 @@
+"""The few pieces of Envoy's configuration that everything else is made of."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any as Json
+from typing import cast
+
+from betterproto2 import Casing, Message
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    SocketAddress,
+    TypedExtensionConfig,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, StringMatcher
+from envoy_data_plane.google.protobuf import Any
+
+NO_LIMIT = 1 << 30  # of circuit breakers: the picker and the pods know better
+
+
+def socket(host: str, port: int) -> Address:
+    """A TCP address, such as ("::1", 8001); brackets around IPv6 are taken off."""
+    return Address(socket_address=SocketAddress(address=host.strip("[]"), port_value=port))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "10.0.0.1:8000" or "[2001:db8::1]:8000" as host, without brackets, and port.
+
+    Raises:
+        ValueError: the host is no IP address: Envoy sends to addresses that the picker names.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        return str(ip_address(host.strip("[]"))), int(port)
+    except ValueError:
+        raise ValueError(
+            f"pool.endpoints: {address!r} is not an IP address and a port, such as 10.0.0.1:8000"
+        ) from None
+
+
+def as_dict(message: Message) -> dict[str, Json]:
+    """A message as JSON, its fields named as in Envoy's reference."""
+    # betterproto's own casings write `5_xx`, which Envoy does not know; `str` changes no name.
+    return message.to_dict(casing=cast(Casing, str))
+
+
+def extension(name: str, config: Message) -> TypedExtensionConfig:
+    return TypedExtensionConfig(name=name, typed_config=Any.pack(config))
+
+
+def http_filter(name: str, config: Message) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=Any.pack(config))
+
+
+def set_header(name: str, value: str) -> HeaderValueOption:
+    """Replaces whatever the header was; an empty value sets nothing."""
+    return HeaderValueOption(
+        header=HeaderValue(key=name, value=value),
+        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def names(*exact: str, prefixes: tuple[str, ...] = ()) -> ListStringMatcher:
+    """Matches headers by their lower-case names."""
+    patterns = [StringMatcher(exact=name) for name in exact]
+    patterns += [StringMatcher(prefix=prefix) for prefix in prefixes]
+    return ListStringMatcher(patterns=patterns)

@@ -1,0 +1,67 @@
+-- Finds the token usage that a model server tells at the end of a response (in Anthropic's streams
+-- also at the beginning), and hands it to the access log as dynamic metadata of "warmpath":
+--   usage   {"usage": {...}}, the last one told
+--   begun   the same, as told by the first event of a stream
+--   first   Unix milliseconds when the first piece of a stream's body came
+-- Only the first piece and the last few KiB of a response are looked at, and nothing is held back.
+local TAIL = 4096
+
+local function find_usage(text, from)
+  local _, after = string.find(text, '"usage"', from, true)
+  if after == nil then
+    return nil, nil
+  end
+  return string.match(text, "^%s*:%s*(%b{})", after + 1), after + 1
+end
+
+local function last_usage(text)
+  local last, from = nil, 1
+  while from ~= nil do
+    local usage
+    usage, from = find_usage(text, from)
+    last = usage or last
+  end
+  return last
+end
+
+function envoy_on_response(handle)
+  local headers = handle:headers()
+  local kind = headers:get("content-type")
+  if kind == nil or headers:get(":status") ~= "200" or headers:get("content-encoding") ~= nil then
+    return
+  end
+  local is_stream = string.find(kind, "text/event-stream", 1, true) ~= nil
+  if not is_stream and string.find(kind, "json", 1, true) == nil then
+    return
+  end
+
+  local found = nil
+  local pieces, oldest, newest, held = {}, 1, 0, 0
+  for piece in handle:bodyChunks() do
+    local length = piece:length()
+    if length > 0 then
+      local kept = math.min(length, TAIL)
+      local bytes = piece:getBytes(length - kept, kept)
+      if is_stream and newest == 0 then
+        found = handle:streamInfo():dynamicMetadata()
+        found:set("warmpath", "first", handle:timestamp())
+        local begun = find_usage(bytes, 1)
+        if begun ~= nil then
+          found:set("warmpath", "begun", '{"usage":' .. begun .. "}")
+        end
+      end
+      newest = newest + 1
+      pieces[newest], held = bytes, held + kept
+      while held - #pieces[oldest] >= TAIL do
+        held = held - #pieces[oldest]
+        pieces[oldest], oldest = nil, oldest + 1
+      end
+    end
+  end
+
+  local usage = newest > 0 and last_usage(table.concat(pieces, "", oldest, newest))
+  if usage then
+    found = found or handle:streamInfo():dynamicMetadata()
+    found:set("warmpath", "usage", '{"usage":' .. usage .. "}")
+  end
+end
