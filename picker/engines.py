@@ -1,10 +1,37 @@
-"""What the metrics pages of model servers say about load."""
+"""What the metrics pages of model servers say about load.
+
+Names are those of the model server protocol of the Gateway API Inference Extension (proposal
+003) with the older ones that are still about. A page has hundreds of lines and is read many times
+a second, so the few that matter are searched for in the bytes; the others are never looked at.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Literal, TypeAlias
 
 from scorers.pods import Adapters
+
+EngineName: TypeAlias = Literal["vllm", "sglang", "trtllm", "triton"]
+
+MAX_SERIES = 1024  # of one metric; a page with more of them is not of a model server
+MAX_ADAPTERS = 1024
+MAX_KEPT_LINE = 4096  # bytes of a line that is remembered as read
+MAX_COUNT = 1e9  # more requests, tokens of a block or blocks than this are no count
+
+# Possessive, so that no page makes them go back and forth.
+_LABELS = rb'(?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+'
+_SAMPLE = re.compile(rb"(?:[ \t]*+\{(" + _LABELS + rb")\}[ \t]*+|[ \t]++)([^ \t\r]++)", re.DOTALL)
+_LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"', re.DOTALL)
+_NUMBER = re.compile(rb"\+?(?:\d++\.?+\d*+|\.\d++)(?:[eE][+-]?\d++)?")
+
+# Series that differ in nothing but these tell of the same requests: ranks of one engine work on
+# all of them together, and a priority's share is counted in the whole too.
+_SHARED = frozenset((b"tp_rank", b"pp_rank", b"moe_ep_rank", b"priority"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +52,236 @@ class LoadReport:
             return None
         return self.block_size * self.num_blocks
 
-    @property
-    def missing(self) -> list[str]:
-        """What scorers need and the page does not tell."""
-        told = {"waiting": self.waiting, "running": self.running, "kv_usage": self.kv_usage}
-        return [name for name, value in told.items() if value is None]
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    """Where a number is found."""
+
+    name: bytes
+    where: tuple[bytes, bytes] | None = None  # only in series with this label
+    label: bytes | None = None  # it is the value of this label, not of the sample
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The metrics of one kind of model server, for each number the preferred one first."""
+
+    path: str
+    waiting: tuple[_Metric, ...]
+    running: tuple[_Metric, ...]
+    kv_usage: tuple[_Metric, ...]
+    block_size: tuple[_Metric, ...]
+    num_blocks: tuple[_Metric, ...]
+    used_blocks: tuple[_Metric, ...] = ()  # tells the usage where nothing else does
+    adapters: bytes | None = None
+
+
+def _triton(family: bytes, kind: bytes, value: bytes) -> tuple[_Metric, ...]:
+    return (_Metric(b"nv_trt_llm_" + family, (kind, value)),)
+
+
+_TRITON_BLOCKS = (b"kv_cache_block_metrics", b"kv_cache_block_type")
+
+ENGINES: Mapping[str, Engine] = {
+    "vllm": Engine(
+        path="/metrics",
+        waiting=(_Metric(b"vllm:num_requests_waiting"),),
+        running=(_Metric(b"vllm:num_requests_running"),),
+        kv_usage=(
+            _Metric(b"vllm:kv_cache_usage_perc"),
+            _Metric(b"vllm:gpu_cache_usage_perc"),
+        ),
+        block_size=(_Metric(b"vllm:cache_config_info", label=b"block_size"),),
+        num_blocks=(_Metric(b"vllm:cache_config_info", label=b"num_gpu_blocks"),),
+        adapters=b"vllm:lora_requests_info",
+    ),
+    "sglang": Engine(
+        path="/metrics",
+        waiting=(_Metric(b"sglang:num_queue_reqs"),),
+        running=(_Metric(b"sglang:num_running_reqs"),),
+        kv_usage=(_Metric(b"sglang:token_usage"),),
+        block_size=(
+            _Metric(b"sglang:cache_config_info", label=b"page_size"),
+            _Metric(b"sglang:page_size"),
+        ),
+        num_blocks=(
+            _Metric(b"sglang:cache_config_info", label=b"num_pages"),
+            _Metric(b"sglang:num_pages"),
+        ),
+    ),
+    "trtllm": Engine(
+        path="/prometheus/metrics",
+        waiting=(_Metric(b"trtllm_num_requests_waiting"),),
+        running=(_Metric(b"trtllm_num_requests_running"),),
+        kv_usage=(_Metric(b"trtllm_kv_cache_utilization"),),
+        block_size=(_Metric(b"trtllm_kv_cache_tokens_per_block"),),
+        num_blocks=(_Metric(b"trtllm_kv_cache_max_blocks"),),
+    ),
+    "triton": Engine(
+        path="/metrics",
+        waiting=_triton(b"request_metrics", b"request_type", b"waiting"),
+        running=_triton(b"request_metrics", b"request_type", b"scheduled"),
+        kv_usage=_triton(*_TRITON_BLOCKS, b"fraction"),
+        block_size=_triton(*_TRITON_BLOCKS, b"tokens_per"),
+        num_blocks=_triton(*_TRITON_BLOCKS, b"max"),
+        used_blocks=_triton(*_TRITON_BLOCKS, b"used"),
+    ),
+}
+
+
+def parse(page: bytes, engine: Engine) -> LoadReport:
+    """What a page in Prometheus' text format tells.
+
+    A server with several engines (data-parallel ranks, or models) has a series for each. Requests
+    and blocks are added up, for the pod has them all. Usage is the mean: the server itself sends
+    a request to the emptiest engine, so the pod is as full as its engines are together, and one
+    full engine does not make it full.
+
+    Samples that are no count (NaN, infinite, negative, no number) are as good as absent.
+    """
+    found = _Page(page)
+    # In the order of vLLM's page: each search goes on where the last one ended.
+    running = found.total(engine.running)
+    waiting = found.total(engine.waiting)
+    kv_usage = found.mean(engine.kv_usage)
+    block_size = found.greatest(engine.block_size)
+    num_blocks = found.total(engine.num_blocks)
+    if kv_usage is None and num_blocks:
+        used = found.total(engine.used_blocks)
+        kv_usage = None if used is None else used / num_blocks
+    return LoadReport(
+        waiting=waiting,
+        running=running,
+        kv_usage=None if kv_usage is None or kv_usage > 1.001 else min(1.0, kv_usage),
+        block_size=int(block_size) if block_size else None,
+        num_blocks=int(num_blocks) if num_blocks else None,
+        adapters=None if engine.adapters is None else found.adapters(engine.adapters),
+    )
+
+
+class _Page:
+    """A metrics page, searched rather than read."""
+
+    def __init__(self, page: bytes) -> None:
+        self._page = page
+        self._at = 0  # where the last search ended
+        self._families: dict[bytes, list[_Sample]] = {}
+
+    def total(self, metrics: tuple[_Metric, ...]) -> float | None:
+        numbers = self._numbers(metrics)
+        return sum(numbers) if numbers else None
+
+    def mean(self, metrics: tuple[_Metric, ...]) -> float | None:
+        numbers = self._numbers(metrics)
+        return sum(numbers) / len(numbers) if numbers else None
+
+    def greatest(self, metrics: tuple[_Metric, ...]) -> float | None:
+        return max(self._numbers(metrics), default=None)
+
+    def adapters(self, name: bytes) -> Adapters | None:
+        """The newest series of a metric whose value is the time at which its labels were true."""
+        newest, labels = -1.0, None
+        for sample in self._family(name):
+            told_at = _number(sample.value)
+            if told_at is not None and told_at >= newest:
+                newest, labels = told_at, sample.labels
+        if labels is None:
+            return None
+        return Adapters(
+            running=_names(labels.get(b"running_lora_adapters", b"")),
+            waiting=_names(labels.get(b"waiting_lora_adapters", b"")),
+            limit=int(_count(labels.get(b"max_lora", b"")) or 0),
+        )
+
+    def _numbers(self, metrics: tuple[_Metric, ...]) -> list[float]:
+        """A number for each engine of the pod, from the first metric that has any."""
+        for metric in metrics:
+            where, label = metric.where, metric.label
+            by_engine: dict[frozenset[tuple[bytes, bytes]], float] = {}
+            for sample in self._family(metric.name):
+                if where is not None and sample.labels.get(where[0]) != where[1]:
+                    continue
+                value = sample.value if label is None else sample.labels.get(label, b"")
+                number = _count(value)
+                if number is not None:
+                    engine = sample.engine
+                    by_engine[engine] = max(number, by_engine.get(engine, number))
+            if by_engine:
+                return list(by_engine.values())
+        return []
+
+    def _family(self, name: bytes) -> list[_Sample]:
+        """The series of a metric. They follow one another: the format demands it."""
+        known = self._families.get(name)
+        if known is not None:
+            return known
+        page, family = self._page, list[_Sample]()
+        self._families[name] = family
+        at = self._first(name)
+        while at >= 0 and page.startswith(name, at) and len(family) < MAX_SERIES:
+            end = page.find(b"\n", at)
+            end = len(page) if end < 0 else end
+            try:
+                family.append(_sample(page[at + len(name) : end]))
+            except ValueError:
+                break
+            at = self._at = end + 1
+        return family
+
+    def _first(self, name: bytes) -> int:
+        """Where a metric's first series is, or -1: at the beginning of a line, not in a comment,
+        nor in a label, nor in a longer name."""
+        page, start = self._page, max(0, self._at - 1)
+        if start == 0 and page.startswith(name) and page[len(name) : len(name) + 1] in _AFTER_NAME:
+            return 0
+        line = b"\n" + name
+        for begin, end in ((start, len(page)), (0, start + len(line))):
+            at = page.find(line, begin, end)
+            while at >= 0:
+                if page[at + len(line) : at + len(line) + 1] in _AFTER_NAME:
+                    return at + 1
+                at = page.find(line, at + len(line), end)
+        return -1
+
+
+_AFTER_NAME = (b"{", b" ", b"\t")
+
+
+class _Sample:
+    """One line of a page, without the name that begins it."""
+
+    __slots__ = ("engine", "labels", "value")
+
+    def __init__(self, line: bytes) -> None:
+        """
+        Raises:
+            ValueError: the line is no sample.
+        """
+        found = _SAMPLE.match(line)
+        if found is None:
+            raise ValueError
+        self.value: bytes = found[2]
+        self.labels: dict[bytes, bytes] = dict(_LABEL.findall(found[1] or b""))
+        own = (label for label in self.labels.items() if label[0] not in _SHARED)
+        self.engine = frozenset(own)  # the engine of the pod that it is of
+
+
+_kept_sample = lru_cache(maxsize=4096)(_Sample)  # most lines are the same at the next scrape
+
+
+def _sample(line: bytes) -> _Sample:
+    return _kept_sample(line) if len(line) <= MAX_KEPT_LINE else _Sample(line)
+
+
+def _number(text: bytes) -> float | None:
+    return float(text) if len(text) < 40 and _NUMBER.fullmatch(text) else None
+
+
+def _count(text: bytes) -> float | None:
+    number = _number(text)
+    return number if number is not None and isfinite(number) and number <= MAX_COUNT else None
+
+
+def _names(text: bytes) -> frozenset[str]:
+    names = (name.strip() for name in text.split(b",", MAX_ADAPTERS)[:MAX_ADAPTERS])
+    return frozenset(name.decode(errors="replace") for name in names if name)

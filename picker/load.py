@@ -191,8 +191,8 @@ class Load:
         if pod.error is not None:
             pod.error = None
             log.info("pod %s tells its load again", endpoint.address)
-        for metric in report.missing:
-            if metric not in pod.missed:
+        for metric in ("waiting", "running", "kv_usage"):
+            if getattr(report, metric) is None and metric not in pod.missed:
                 pod.missed.add(metric)
                 log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
 
