@@ -1,0 +1,97 @@
+"""The prefix index as the picker's own picks teach it: what was sent to a pod is in its cache.
+
+It guesses. A pod's cache is taken to be as large as the pod says, and to evict what was used least
+recently; what the pod serves to others, or loses otherwise, stays unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from picker import config
+from picker.pool import Endpoint, Pool
+from picker.prefix.blocks import block_keys
+from picker.prefix.index import PrefixIndex
+from picker.request import LLMRequest
+from scorers.pods import Column
+
+BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told in tokens
+
+# What a pod is taken to cache until it tells: 60 GiB for an 8B model's 128 KiB per token.
+DEFAULT_KV_TOKENS = 500_000
+
+# Blocks that all pods may hold together, in equal parts. A block takes 165 bytes, and 110 for each
+# further pod that holds it (measured), so this is 0.7 GB. With the default blocks of 256 bytes,
+# 64 pods come to 4 million tokens each, 1,000 pods to 268,000.
+MAX_BLOCKS = 1 << 22
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """Where a prompt is expected to be cached."""
+
+    tokens: Column  # leading prompt tokens that a pod holds, by slot: as long as pool.capacity
+    keys: list[int]  # of the prompt's blocks
+
+
+class ApproximatePrefix:
+    """Matches prompts with what was sent where. A listener of its pool."""
+
+    def __init__(self, pool: Pool, settings: config.Prefix) -> None:
+        self._block_bytes = int(settings.block_bytes)
+        self._max_blocks = settings.max_blocks
+        self._index = PrefixIndex()
+        self._pool = pool
+        self._wanted: dict[int, int] = {}  # by slot: blocks that its pod's cache holds
+        self._part = MAX_BLOCKS  # of all blocks, for each pod
+        pool.listen(self)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all pods are taken to hold together."""
+        return self._index.blocks
+
+    def match(self, request: LLMRequest) -> Match:
+        """How much of a prompt each pod holds, from its beginning on."""
+        prompt = request.prompt
+        keys = block_keys(prompt, request.salt, self._block_bytes, self._max_blocks)
+        depths = self._index.match(keys)
+        if not keys:
+            return Match(depths.astype(np.float32), keys)
+        # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
+        tokens_per_block = self._block_bytes * request.prompt_tokens / len(prompt)
+        return Match((depths * tokens_per_block).astype(np.float32), keys)
+
+    def learn(self, match: Match, endpoint: Endpoint) -> None:
+        """An endpoint serves the request that was matched, and holds its prompt from now on."""
+        if not endpoint.alive:
+            return
+        if self._part != MAX_BLOCKS // len(self._wanted):
+            self._share()
+        self._index.learn(endpoint.slot, match.keys)
+
+    def resized(self, endpoint: Endpoint, kv_tokens: int) -> None:
+        """An endpoint has told the size of its KV cache, in tokens."""
+        if endpoint.alive:
+            self._want(endpoint.slot, kv_tokens)
+
+    def added(self, endpoint: Endpoint) -> None:
+        self._index.grow(self._pool.capacity)
+        self._want(endpoint.slot, DEFAULT_KV_TOKENS)
+
+    def removed(self, endpoint: Endpoint) -> None:
+        del self._wanted[endpoint.slot]
+        self._index.forget(endpoint.slot)
+
+    def _want(self, slot: int, kv_tokens: int) -> None:
+        blocks = kv_tokens * BYTES_PER_TOKEN // self._block_bytes
+        self._wanted[slot] = blocks
+        self._index.resize(slot, min(blocks, self._part))
+
+    def _share(self) -> None:
+        """The number of pods has changed, and with it each one's part of all blocks."""
+        self._part = MAX_BLOCKS // len(self._wanted)
+        for slot, blocks in self._wanted.items():
+            self._index.resize(slot, min(blocks, self._part))
