@@ -293,16 +293,28 @@ def _choices(place: Place) -> list[str]:
     return [str(word) for word in get_args(kind)]
 
 
+def check_range(key: str, value: float, written: object) -> None:
+    """Check a number against LEAST_AND_MOST; `written` is how it stands in the file.
+
+    Raises:
+        ValueError: it is out of range.
+    """
+    least, most = LEAST_AND_MOST[key]
+    if not _bound(least) <= value <= _bound(most):
+        raise ValueError(f"{shown(written)} must be between {least} and {most}")
+
+
 def _check_ranges(document: Document, config: Config) -> None:
     data = as_data(config)
-    for key, (least, most) in LEAST_AND_MOST.items():
+    for key in LEAST_AND_MOST:
         value: Any = data
         place: Place = tuple(key.split("."))
         for part in place:
             value = value[part]
-        if not _bound(least) <= value <= _bound(most):
-            written = document.at(place)
-            raise document.error(place, f"{shown(written)} must be between {least} and {most}")
+        try:
+            check_range(key, value, document.at(place))
+        except ValueError as problem:
+            raise document.error(place, str(problem)) from None
 
 
 def _bound(written: str) -> float:

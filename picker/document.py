@@ -83,11 +83,16 @@ class Document:
         return value
 
     def mentioned(self, message: str) -> Place:
-        """The place whose key or text a message quotes first; the top where there is none."""
-        for word in re.findall(r"['`\"]([^'`\"]+)['`\"]", message):
-            for place in self._lines:
-                if place and word in (str(place[-1]), self.at(place)):
-                    return place
+        """The place whose key or text the first clause of a message quotes; else the top.
+
+        Of several, the deepest: `prefix` may be a section and a scorer.
+        """
+        for word in re.findall(r"['`\"]([^'`\"]+)['`\"]", message.partition("; ")[0]):
+            places = [
+                place for place in self._lines if place and word in (str(place[-1]), self.at(place))
+            ]
+            if places:
+                return max(places, key=len)
         return ()
 
     def _value(self, node: yaml.Node, place: Place) -> Any:

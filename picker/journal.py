@@ -59,36 +59,42 @@ def summary(pick: Pick) -> dict[str, Any]:
     usage = pick.usage
     return {
         "requestId": pick.request_id[:MAX_SHOWN],
-        "pickedAt": pick.picked_at,
+        "pickedAt": pick.picked_at,  # Unix seconds
         "model": pick.model and pick.model[:MAX_SHOWN],
         "path": pick.path[:MAX_SHOWN],
+        "endpoint": pick.endpoint.address,  # that serves it
+        "picked": list(pick.decision.endpoints),  # with those to fall back to
         "promptTokens": pick.prompt_tokens,
-        "endpoints": list(pick.decision.endpoints),
-        "servedBy": pick.endpoint.address,
-        "predictedCachedTokens": pick.prompt_tokens - pick.uncached_tokens,
-        "timeToFirstTokenSeconds": pick.first_token_seconds,
-        "status": pick.status,
-        "outcome": pick.outcome,
+        "matchedTokens": pick.prompt_tokens - pick.uncached_tokens,  # as expected
+        "promptBlocks": pick.prompt_blocks,
+        "matchedBlocks": pick.matched_blocks,
         "usage": usage
-        and {
+        and {  # as the pod told
             "promptTokens": usage.prompt_tokens,
             "cachedTokens": usage.cached_tokens,
             "completionTokens": usage.completion_tokens,
         },
+        "status": pick.status,
+        "outcome": pick.outcome,  # None while it runs
+        "firstTokenSeconds": pick.first_token_seconds,
+        "seconds": pick.seconds,
     }
 
 
 def detail(pick: Pick) -> dict[str, Any]:
-    """One pick with every candidate's scores, best first, and what the filters dropped."""
+    """One pick with its candidates' scores, best first, and what the filters dropped."""
     decision = pick.decision
     order = sorted(range(len(decision.candidates)), key=lambda row: -float(decision.total[row]))
     return summary(pick) | {
+        "considered": decision.considered,  # of which the best are kept
+        "dropped": [{"filter": name, "endpoints": count} for name, count in decision.dropped],
+        "weights": dict(decision.weights),
         "candidates": [
             {
                 "endpoint": decision.candidates[row],
                 "matchedTokens": _number(decision.matched, row),
-                "total": _number(decision.total, row),
                 "scores": {name: _number(column, row) for name, column in decision.scores.items()},
+                "total": _number(decision.total, row),
             }
             for row in order
         ],
