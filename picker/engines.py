@@ -7,16 +7,16 @@ a second, so the few that matter are searched for in the bytes; the others are n
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Literal, TypeAlias
 
 from scorers.pods import Adapters
 
-EngineName: TypeAlias = Literal["vllm", "sglang", "trtllm", "triton"]
+log = logging.getLogger(__name__)
 
 MAX_SERIES = 1024  # of one metric; a page with more of them is not of a model server
 MAX_ADAPTERS = 1024
@@ -66,6 +66,7 @@ class _Metric:
 class Engine:
     """The metrics of one kind of model server, for each number the preferred one first."""
 
+    name: str
     path: str
     waiting: tuple[_Metric, ...]
     running: tuple[_Metric, ...]
@@ -84,6 +85,7 @@ _TRITON_BLOCKS = (b"kv_cache_block_metrics", b"kv_cache_block_type")
 
 ENGINES: Mapping[str, Engine] = {
     "vllm": Engine(
+        name="vllm",
         path="/metrics",
         waiting=(_Metric(b"vllm:num_requests_waiting"),),
         running=(_Metric(b"vllm:num_requests_running"),),
@@ -96,6 +98,7 @@ ENGINES: Mapping[str, Engine] = {
         adapters=b"vllm:lora_requests_info",
     ),
     "sglang": Engine(
+        name="sglang",
         path="/metrics",
         waiting=(_Metric(b"sglang:num_queue_reqs"),),
         running=(_Metric(b"sglang:num_running_reqs"),),
@@ -110,6 +113,7 @@ ENGINES: Mapping[str, Engine] = {
         ),
     ),
     "trtllm": Engine(
+        name="trtllm",
         path="/prometheus/metrics",
         waiting=(_Metric(b"trtllm_num_requests_waiting"),),
         running=(_Metric(b"trtllm_num_requests_running"),),
@@ -118,6 +122,7 @@ ENGINES: Mapping[str, Engine] = {
         num_blocks=(_Metric(b"trtllm_kv_cache_max_blocks"),),
     ),
     "triton": Engine(
+        name="triton",
         path="/metrics",
         waiting=_triton(b"request_metrics", b"request_type", b"waiting"),
         running=_triton(b"request_metrics", b"request_type", b"scheduled"),
@@ -127,6 +132,22 @@ ENGINES: Mapping[str, Engine] = {
         used_blocks=_triton(*_TRITON_BLOCKS, b"used"),
     ),
 }
+
+# What pods are labelled with where a pool has several kinds of servers.
+ENGINE_LABELS = ("inference.networking.k8s.io/engine-type", "llm-d.ai/engine-type")
+_ALSO_CALLED = {"trtllm-serve": "trtllm", "triton-tensorrt-llm": "triton"}
+
+
+def engine_of(labels: Mapping[str, str], default: str) -> Engine:
+    """The engine that a pod's labels name, or the default."""
+    for label in ENGINE_LABELS:
+        name = labels.get(label)
+        if name is not None:
+            engine = ENGINES.get(_ALSO_CALLED.get(name, name))
+            if engine is not None:
+                return engine
+            log.warning("label %s names %r, which is no known engine", label, name[:100])
+    return ENGINES[default]
 
 
 def parse(page: bytes, engine: Engine) -> LoadReport:
