@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import version
 from math import isfinite
+from statistics import fmean
 
-import numpy as np
-from prometheus_client.metrics_core import Metric
-
+from picker.exposition import Spec, write
 from picker.load import Load
-from picker.metrics import Spec, family
 from picker.pool import Pool
 from picker.prefix.approximate import ApproximatePrefix
 
@@ -68,14 +66,15 @@ INFO = Spec("gauge", "inference_extension_info", ("commit", "build_ref"), "The r
 
 
 class PoolGauges:
-    """A Prometheus collector that keeps nothing."""
+    """Writes them; keeps nothing."""
 
     def __init__(self, pool: Pool, load: Load, prefix: ApproximatePrefix) -> None:
         self._pool = pool
         self._load = load
         self._prefix = prefix
 
-    def collect(self) -> Iterator[Metric]:
+    def page(self) -> Iterator[str]:
+        """All of it as Prometheus' text, in small pieces. What a pod does not tell is left out."""
         name = self._pool.name
         loads = {
             address: self._load.describe(endpoint)
@@ -84,16 +83,16 @@ class PoolGauges:
         for attribute, spec in AVERAGES.items():
             values = [float(getattr(load, attribute)) for load in loads.values() if load.fresh]
             told = [value for value in values if isfinite(value)]
-            yield family(spec, [((name,), float(np.mean(told)))] if told else [])
-        yield family(READY, [((name,), sum(load.fresh for load in loads.values()))])
+            yield from write(spec, [((name,), fmean(told))] if told else [])
+        yield from write(READY, [((name,), sum(load.fresh for load in loads.values()))])
         queues = [((name, address), load.waiting) for address, load in loads.items()]
-        yield family(QUEUE, [row for row in queues if isfinite(row[1])])
+        yield from write(QUEUE, [row for row in queues if isfinite(row[1])])
         for attribute, spec in PODS.items():
             rows = [
                 ((address,), float(getattr(load, attribute))) for address, load in loads.items()
             ]
-            yield family(spec, [row for row in rows if isfinite(row[1])])
-        failing = [((address,), float(load.error is not None)) for address, load in loads.items()]
-        yield family(SCRAPE_FAILING, failing)
-        yield family(INDEX_SIZE, [((), self._prefix.blocks)])
-        yield family(INFO, [(("", version("warmpath")), 1)])
+            yield from write(spec, [row for row in rows if isfinite(row[1])])
+        failing = [((address,), int(load.error is not None)) for address, load in loads.items()]
+        yield from write(SCRAPE_FAILING, failing)
+        yield from write(INDEX_SIZE, [((), self._prefix.blocks)])
+        yield from write(INFO, [(("", version("warmpath")), 1)])

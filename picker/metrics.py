@@ -1,26 +1,17 @@
-"""What the picker counts: cheap to count, turned into Prometheus families when a page is asked for.
+"""What the picker counts while requests pass.
 
-Names and buckets are those of the reference endpoint picker where it has them (`inference_*`, in
-its dashboards' labels); the rest is ours (`warmpath_*`). Counting is an addition on a plain
-object that was found by one look-up, because prometheus_client's own counters and histograms
-would cost more per request than the pick.
+Names, labels and buckets are those of the reference endpoint picker where it has them
+(`inference_*`); the rest is ours (`warmpath_*`). Counting is an addition on a plain object that
+was found by one look-up.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
-from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-
+from picker.exposition import Histogram, Labels, Spec, write
 from picker.pool import Endpoint
 from picker.refusal import Refusal
 
@@ -49,19 +40,6 @@ _RATIO = "0 .1 .2 .3 .4 .5 .6 .7 .8 .9 1"
 
 _MODEL = ("model_name", "target_model_name")
 _PREFIX = "inference_objective_"
-
-Labels = tuple[str, ...]
-
-
-class Spec(NamedTuple):
-    """One metric: its type, name, labels, help, and a histogram's bounds."""
-
-    kind: Literal["counter", "gauge", "histogram"]
-    name: str
-    labels: Labels
-    help: str
-    bounds: str = ""
-
 
 MODEL_METRICS = {  # by attribute of _Model
     "requests": Spec(
@@ -175,21 +153,6 @@ REFUSALS = Spec(
 POD_ERROR = "ModelServerError"
 
 
-class Histogram:
-    """Observations counted between ascending bounds, a bound itself with what is below it."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: str) -> None:
-        self.bounds = tuple(map(float, bounds.split()))
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
 class _Model:
     """What is counted for one model's name."""
 
@@ -230,7 +193,7 @@ class _Pod:
 class PickerMetrics:
     """Everything that is counted while requests pass.
 
-    A listener of the pool: with an endpoint go its numbers. A Prometheus collector too.
+    A listener of the pool: with an endpoint go its numbers.
     """
 
     def __init__(self, max_models: int = MAX_MODELS) -> None:
@@ -326,61 +289,47 @@ class PickerMetrics:
     def removed(self, endpoint: Endpoint) -> None:
         self._pods.pop(endpoint, None)
 
-    # Prometheus' collector
-
-    def collect(self) -> Iterator[Metric]:
+    def page(self) -> Iterator[str]:
+        """All of it as Prometheus' text, in small pieces."""
         models = list(self._models.items())
         for attribute, spec in MODEL_METRICS.items():
-            rows = [
-                ((label, label, "0")[: len(spec.labels)], getattr(model, attribute))
-                for label, model in models
-            ]
-            yield family(spec, rows)
+            yield from write(
+                spec,
+                (
+                    ((label, label, "0")[: len(spec.labels)], getattr(model, attribute))
+                    for label, model in models
+                ),
+            )
         pods = [(endpoint.address, pod) for endpoint, pod in self._pods.items()]
         for attribute, spec in POD_METRICS.items():
-            yield family(spec, [((address,), getattr(pod, attribute)) for address, pod in pods])
+            rows = (((address,), getattr(pod, attribute)) for address, pod in pods)
+            yield from write(spec, rows)
         ended = [
             ((address, str(outcome)), count)
             for address, pod in pods
             for outcome, count in pod.ended.items()
         ]
-        yield family(ENDED, ended)
-        yield family(ERRORS, self._errors(models))
-        refusals = self._refusals.items()
-        yield family(REFUSALS, [((why, str(int(code))), count) for (why, code), count in refusals])
-        yield family(PICKING, [((), self._picking)])
-        yield family(HIT_RATIO, [((), self._hit_ratio)])
-        yield family(MOVED, [((), self._moved)])
+        yield from write(ENDED, ended)
+        yield from write(ERRORS, self._errors(models))
+        refusals = [
+            ((reason, str(int(status))), count)
+            for (reason, status), count in self._refusals.items()
+        ]
+        yield from write(REFUSALS, refusals)
+        yield from write(PICKING, [((), self._picking)])
+        yield from write(HIT_RATIO, [((), self._hit_ratio)])
+        yield from write(MOVED, [((), self._moved)])
 
-    def _errors(self, models: list[tuple[str, _Model]]) -> Iterable[tuple[Labels, int]]:
+    def _errors(self, models: list[tuple[str, _Model]]) -> list[tuple[Labels, int]]:
         """Those of pods by model; refusals under no model's name, such as `ServiceUnavailable`."""
         refused: dict[str, int] = {}
         for (_, status), count in self._refusals.items():
             code = status.phrase.title().replace(" ", "")
             refused[code] = refused.get(code, 0) + count
-        yield from ((("", "", code), count) for code, count in refused.items())
+        rows: list[tuple[Labels, int]] = [(("", "", code), n) for code, n in refused.items()]
         for label, model in models:
-            yield from (((label, label, code), count) for code, count in model.errors.items())
-
-
-def family(spec: Spec, rows: Iterable[tuple[Labels, float | Histogram]]) -> Metric:
-    """A metric with its values by labels, as Prometheus' client writes them."""
-    if spec.kind == "histogram":
-        histogram = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-        bounds = [*(str(float(bound)) for bound in spec.bounds.split()), "+Inf"]
-        for labels, value in rows:
-            assert isinstance(value, Histogram)
-            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
-            histogram.add_metric(labels, buckets, value.total)
-        return histogram
-    kind: Callable[..., CounterMetricFamily | GaugeMetricFamily] = (
-        CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    )
-    plain = kind(spec.name, spec.help, labels=spec.labels)
-    for labels, value in rows:
-        assert not isinstance(value, Histogram)
-        plain.add_metric(labels, value)
-    return plain
+            rows += [((label, label, code), count) for code, count in model.errors.items()]
+        return rows
 
 
 def _label(model: str | None) -> str:
