@@ -13,14 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
+from typing import NamedTuple
 
 from scorers.pods import Adapters
 
 log = logging.getLogger(__name__)
 
-MAX_SERIES = 1024  # of one metric; a page with more of them is not of a model server
+MAX_SERIES = 4096  # of one metric; with more of them it counts as not told
 MAX_ADAPTERS = 1024
-MAX_KEPT_LINE = 4096  # bytes of a line that is remembered as read
+MAX_KEPT_LABELS = 4096  # bytes of a series' labels that are remembered as read
+MAX_DIGITS = 40  # of a number, with sign, point and exponent
 MAX_COUNT = 1e9  # more requests, tokens of a block or blocks than this are no count
 
 # Possessive, so that no page makes them go back and forth.
@@ -174,8 +176,8 @@ def parse(page: bytes, engine: Engine) -> LoadReport:
         waiting=waiting,
         running=running,
         kv_usage=None if kv_usage is None or kv_usage > 1.001 else min(1.0, kv_usage),
-        block_size=int(block_size) if block_size else None,
-        num_blocks=int(num_blocks) if num_blocks else None,
+        block_size=int(block_size or 0) or None,
+        num_blocks=int(num_blocks or 0) or None,
         adapters=None if engine.adapters is None else found.adapters(engine.adapters),
     )
 
@@ -185,7 +187,7 @@ class _Page:
 
     def __init__(self, page: bytes) -> None:
         self._page = page
-        self._at = 0  # where the last search ended
+        self._at = 0  # where the last search ended, at the beginning of a line
         self._families: dict[bytes, list[_Sample]] = {}
 
     def total(self, metrics: tuple[_Metric, ...]) -> float | None:
@@ -201,17 +203,17 @@ class _Page:
 
     def adapters(self, name: bytes) -> Adapters | None:
         """The newest series of a metric whose value is the time at which its labels were true."""
-        newest, labels = -1.0, None
+        newest, series = -1.0, b""
         for sample in self._family(name):
-            told_at = _number(sample.value)
-            if told_at is not None and told_at >= newest:
-                newest, labels = told_at, sample.labels
-        if labels is None:
+            if sample.number is not None and sample.number >= newest:
+                newest, series = sample.number, sample.series
+        if newest < 0:
             return None
+        labels = _labels(series).values
         return Adapters(
             running=_names(labels.get(b"running_lora_adapters", b"")),
             waiting=_names(labels.get(b"waiting_lora_adapters", b"")),
-            limit=int(_count(labels.get(b"max_lora", b"")) or 0),
+            limit=int(min(_number(labels.get(b"max_lora", b"")) or 0, MAX_COUNT)),
         )
 
     def _numbers(self, metrics: tuple[_Metric, ...]) -> list[float]:
@@ -220,12 +222,13 @@ class _Page:
             where, label = metric.where, metric.label
             by_engine: dict[frozenset[tuple[bytes, bytes]], float] = {}
             for sample in self._family(metric.name):
-                if where is not None and sample.labels.get(where[0]) != where[1]:
+                labels, number = _labels(sample.series), sample.number
+                if where is not None and labels.values.get(where[0]) != where[1]:
                     continue
-                value = sample.value if label is None else sample.labels.get(label, b"")
-                number = _count(value)
-                if number is not None:
-                    engine = sample.engine
+                if label is not None:
+                    number = _number(labels.values.get(label, b""))
+                if number is not None and number <= MAX_COUNT:
+                    engine = labels.engine
                     by_engine[engine] = max(number, by_engine.get(engine, number))
             if by_engine:
                 return list(by_engine.values())
@@ -239,23 +242,26 @@ class _Page:
         page, family = self._page, list[_Sample]()
         self._families[name] = family
         at = self._first(name)
-        while at >= 0 and page.startswith(name, at) and len(family) < MAX_SERIES:
+        while at >= 0 and page.startswith(name, at):
             end = page.find(b"\n", at)
             end = len(page) if end < 0 else end
-            try:
-                family.append(_sample(page[at + len(name) : end]))
-            except ValueError:
+            found = _SAMPLE.match(page, at + len(name), end)
+            if found is None:
                 break
+            family.append(_Sample(found[1] or b"", _number(found[2])))
             at = self._at = end + 1
+            if len(family) > MAX_SERIES:
+                family.clear()
+                break
         return family
 
     def _first(self, name: bytes) -> int:
         """Where a metric's first series is, or -1: at the beginning of a line, not in a comment,
         nor in a label, nor in a longer name."""
-        page, start = self._page, max(0, self._at - 1)
-        if start == 0 and page.startswith(name) and page[len(name) : len(name) + 1] in _AFTER_NAME:
+        page = self._page
+        if page.startswith(name) and page[len(name) : len(name) + 1] in _AFTER_NAME:
             return 0
-        line = b"\n" + name
+        line, start = b"\n" + name, max(0, self._at - 1)
         for begin, end in ((start, len(page)), (0, start + len(line))):
             at = page.find(line, begin, end)
             while at >= 0:
@@ -268,39 +274,35 @@ class _Page:
 _AFTER_NAME = (b"{", b" ", b"\t")
 
 
-class _Sample:
-    """One line of a page, without the name that begins it."""
+class _Sample(NamedTuple):
+    series: bytes  # its labels, as they stand on the page
+    number: float | None
 
-    __slots__ = ("engine", "labels", "value")
 
-    def __init__(self, line: bytes) -> None:
-        """
-        Raises:
-            ValueError: the line is no sample.
-        """
-        found = _SAMPLE.match(line)
-        if found is None:
-            raise ValueError
-        self.value: bytes = found[2]
-        self.labels: dict[bytes, bytes] = dict(_LABEL.findall(found[1] or b""))
-        own = (label for label in self.labels.items() if label[0] not in _SHARED)
+class _Labels:
+    """The labels of a series."""
+
+    __slots__ = ("engine", "values")
+
+    def __init__(self, series: bytes) -> None:
+        self.values: dict[bytes, bytes] = dict(_LABEL.findall(series))
+        own = (label for label in self.values.items() if label[0] not in _SHARED)
         self.engine = frozenset(own)  # the engine of the pod that it is of
 
 
-_kept_sample = lru_cache(maxsize=4096)(_Sample)  # most lines are the same at the next scrape
+_kept_labels = lru_cache(maxsize=2048)(_Labels)  # they are the same at the next scrape
 
 
-def _sample(line: bytes) -> _Sample:
-    return _kept_sample(line) if len(line) <= MAX_KEPT_LINE else _Sample(line)
+def _labels(series: bytes) -> _Labels:
+    return _kept_labels(series) if len(series) <= MAX_KEPT_LABELS else _Labels(series)
 
 
 def _number(text: bytes) -> float | None:
-    return float(text) if len(text) < 40 and _NUMBER.fullmatch(text) else None
-
-
-def _count(text: bytes) -> float | None:
-    number = _number(text)
-    return number if number is not None and isfinite(number) and number <= MAX_COUNT else None
+    """A number of 0 or more, or None for anything else."""
+    if len(text) > MAX_DIGITS or not _NUMBER.fullmatch(text):
+        return None
+    number = float(text)
+    return number if isfinite(number) else None
 
 
 def _names(text: bytes) -> frozenset[str]:

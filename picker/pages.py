@@ -55,7 +55,7 @@ class PageConnection(asyncio.Protocol):
         self._status = 0
         self._sized = False  # the answer says where it ends, else the connection's end does
         self._complete = False
-        self._surplus = False
+        self._keep = False
 
     # What the transport tells
 
@@ -77,7 +77,7 @@ class PageConnection(asyncio.Protocol):
             self._fail("it does not speak HTTP/1")
             return
         if self._complete:
-            self._answer(keep=self._parser.should_keep_alive() and not self._surplus)
+            self._answer(keep=self._keep)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
@@ -107,7 +107,7 @@ class PageConnection(asyncio.Protocol):
     # What the parser tells
 
     def on_message_begin(self) -> None:
-        self._surplus = self._complete
+        self._keep = False  # if this begins after the answer: nothing was asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -126,6 +126,7 @@ class PageConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._status >= 200:
+            self._keep = not self._complete and self._parser.should_keep_alive()
             self._complete = True
         else:
             self._status = 0  # 1xx: the answer is still to come
