@@ -24,6 +24,8 @@ from picker.schedule import Decision, Scheduler
 from picker.sessions import Sessions
 from picker.usage import Usage
 
+MAX_KEPT = 256  # characters of a client's words that a pick keeps: picks are kept by the thousand
+
 
 class Outcome(StrEnum):
     """How a picked request ended."""
@@ -44,6 +46,8 @@ class Pick:
     decision: Decision
     endpoint: Endpoint  # the chosen one, then the one that really serves
     uncached_tokens: int  # of the prompt, on that endpoint
+    prompt_blocks: int  # of the prefix index
+    matched_blocks: int  # of those, on that endpoint
     picked_at: float  # Unix seconds
     _director: Director
     _match: Match | None
@@ -135,15 +139,17 @@ class Director:
         pods = self._load.pods(rows, match.tokens, home)
         decision = self._scheduler.schedule(request, pods)
         endpoint = self._pool.endpoints[decision.endpoints[0]]
-        matched = int(match.tokens[endpoint.slot])
+        tokens, blocks = _matched(match, endpoint)
         pick = Pick(
-            request_id=request.id,
-            model=request.model,
-            path=request.path,
+            request_id=request.id[:MAX_KEPT],
+            model=request.model and request.model[:MAX_KEPT],
+            path=request.path[:MAX_KEPT],
             prompt_tokens=request.prompt_tokens,
             decision=decision,
             endpoint=endpoint,
-            uncached_tokens=max(0, request.prompt_tokens - matched),
+            uncached_tokens=max(0, request.prompt_tokens - tokens),
+            prompt_blocks=len(match.keys),
+            matched_blocks=blocks,
             picked_at=time.time(),
             _director=self,
             _match=match,
@@ -168,8 +174,8 @@ class Director:
     def _settle_on(self, pick: Pick, endpoint: Endpoint) -> None:
         """Credit an endpoint with a pick, and expect its prompt in that endpoint's cache."""
         pick.endpoint = endpoint
-        pick._credited_tokens = pick.uncached_tokens
-        self._load.credit(endpoint, pick.uncached_tokens)
+        pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
+        self._load.credit(endpoint, pick._credited_tokens)
         if pick._match is not None:
             self._prefix.learn(pick._match, endpoint)
 
@@ -180,8 +186,8 @@ class Director:
             return
         self._load.release(pick.endpoint, pick._credited_tokens)
         if pick._match is not None:
-            matched = int(pick._match.tokens[endpoint.slot])
-            pick.uncached_tokens = max(0, pick.prompt_tokens - matched)
+            tokens, pick.matched_blocks = _matched(pick._match, endpoint)
+            pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
         self._settle_on(pick, endpoint)
         self._metrics.moved()
 
@@ -194,3 +200,11 @@ class Director:
         pick._credited_tokens = 0
         pick._match = None  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
+
+
+def _matched(match: Match, endpoint: Endpoint) -> tuple[int, int]:
+    """Tokens and blocks that an endpoint holds; one that came after the match holds nothing."""
+    slot = endpoint.slot
+    if slot >= len(match.tokens):
+        return 0, 0
+    return int(match.tokens[slot]), int(match.blocks[slot])

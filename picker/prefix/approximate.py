@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picker import config
 from picker.pool import Endpoint, Pool
@@ -34,6 +35,7 @@ class Match:
 
     tokens: Column  # leading prompt tokens that a pod holds, by slot: as long as pool.capacity
     keys: list[int]  # of the prompt's blocks
+    blocks: NDArray[np.int32]  # leading ones of those that a pod holds, by slot
 
 
 class ApproximatePrefix:
@@ -59,10 +61,10 @@ class ApproximatePrefix:
         keys = block_keys(prompt, request.salt, self._block_bytes, self._max_blocks)
         depths = self._index.match(keys)
         if not keys:
-            return Match(depths.astype(np.float32), keys)
+            return Match(depths.astype(np.float32), keys, depths)
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
         tokens_per_block = self._block_bytes * request.prompt_tokens / len(prompt)
-        return Match((depths * tokens_per_block).astype(np.float32), keys)
+        return Match((depths * tokens_per_block).astype(np.float32), keys, depths)
 
     def learn(self, match: Match, endpoint: Endpoint) -> None:
         """An endpoint serves the request that was matched, and holds its prompt from now on."""
