@@ -1,0 +1,374 @@
+"""The ext_proc conversation as a state machine: what Envoy tells goes in, what to answer comes out.
+
+It knows no protobuf and takes no decision: `route` is called once, with the complete request. One
+Exchange lives as long as one gRPC stream, which is one HTTP request and its response.
+
+Order of answers. In full duplex nothing is answered before the request's end, which is the end of
+its body or its trailers; then its headers, its body in chunks, its trailers. A buffering Envoy
+waits for the headers' answer before it sends the body, so there the endpoint rides on the body's
+answer. Streamed, or without body, only the headers can carry it: such requests are routed by
+load alone. The response is independent of all that: Envoy may answer a request that we still
+hold (too large, timed out), and each of its messages is answered at once.
+
+How streams end, seen on Envoy 1.40:
+
+* Envoy ends the gRPC stream as often by a reset as by a close, and a response cut short by the
+  client or by its pod looks like a whole one. Only an end of stream on a response message, or its
+  trailers, tell that it is complete. After it we end the stream ourselves, which Envoy takes
+  well and which spares the reset.
+* `mode_override` is ignored when either body mode is FULL_DUPLEX_STREAMED, whatever
+  `allow_mode_override` says. With the other modes, and allowed, it turns response bodies off; it
+  is obeyed in the answer to the request's headers only.
+* With response bodies off, Envoy ends the stream at once after the response's headers if it
+  wants nothing more: header-only requests with response trailers SKIPped, and every request where
+  its body is not sent either. With response trailers at SEND the stream lasts as long as the
+  response, trailers or not, so an override asks for them: in-flight counts stay right. A
+  complete response and a cut one cannot be told apart there; its status has to do.
+* Trailers after a buffered body leave that body without end of stream; so does a body that
+  BUFFERED_PARTIAL cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+
+from picker.director import Outcome, Pick
+from picker.refusal import Refusal
+from picker.usage import UsageReader
+
+MAX_CHUNK = 62_000  # bytes of a body in one answer, as the reference picker has it
+
+DESTINATION = "x-gateway-destination-endpoint"
+REQUEST_ID = "x-request-id"
+
+OWNED_HEADERS = (  # of the picker alone: what a client sends under these names never reaches a pod
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    "x-prefiller-host-port",
+    "x-prefiller-url",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    "x-data-parallel-host-port",
+)  # DESTINATION is not among them: it is overwritten
+OWNED_PREFIXES = ("x-gateway-destination-endpoint-", "x-warmpath-")
+
+
+class BodyMode(IntEnum):
+    """How Envoy sends a body and wants it answered; numbered as in its ProcessingMode."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    BUFFERED_PARTIAL = 3
+    FULL_DUPLEX_STREAMED = 4
+
+
+class Message(Enum):
+    """One message of Envoy. As a reply: let it go on as it is."""
+
+    REQUEST_HEADERS = auto()
+    REQUEST_BODY = auto()
+    REQUEST_TRAILERS = auto()
+    RESPONSE_HEADERS = auto()
+    RESPONSE_BODY = auto()
+    RESPONSE_TRAILERS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A complete request."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]  # lower-case names
+    body: bytes | None  # None: it was not shown to us, or not all of it
+    subset: tuple[str, ...] | None  # the endpoints it may go to; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """The request goes to an endpoint: set headers and metadata, remove owned headers."""
+
+    message: Message  # the one that this answers: the request's headers or body
+    destination: str  # for the header DESTINATION and the metadata of the same name
+    request_id: str | None  # set as a header, unless None
+    remove: Sequence[str]  # headers, besides OWNED_HEADERS
+    responses_off: BodyMode | None = None  # see Await
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The request's headers may be followed by its body; the answer to that will steer it."""
+
+    responses_off: BodyMode | None  # ask for no response bodies; the request's mode, which stays
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a body in full duplex."""
+
+    message: Message
+    data: bytes | memoryview  # at most MAX_CHUNK bytes
+    end: bool
+
+
+Reply = Message | Steer | Await | Chunk | Refusal
+Route = Callable[[HttpRequest], Pick]  # raises Refusal
+
+_NO_REPLY: tuple[Reply, ...] = ()
+
+
+class Exchange:
+    """One request and its response. Each event returns the replies to write, in order."""
+
+    __slots__ = (
+        "_body_unseen",
+        "_chunks",
+        "_headers",
+        "_length",
+        "_max_body",
+        "_path",
+        "_pick",
+        "_read_usage",
+        "_request_done",
+        "_request_mode",
+        "_response_mode",
+        "_response_started",
+        "_route",
+        "_subset",
+        "_usage",
+        "over",
+    )
+
+    def __init__(self, route: Route, *, max_body: int, read_usage: bool) -> None:
+        """
+        Args:
+            route: called once, with the complete request.
+            max_body: bytes of a request's body; a longer one is refused with 413.
+            read_usage: look for token usage in the response's body.
+        """
+        self._route = route
+        self._max_body = max_body
+        self._read_usage = read_usage
+        self._request_mode = BodyMode.FULL_DUPLEX_STREAMED
+        self._response_mode = BodyMode.FULL_DUPLEX_STREAMED
+        self._headers: Mapping[str, str] | None = None
+        self._subset: tuple[str, ...] | None = None
+        self._chunks: list[bytes] = []
+        self._length = 0
+        self._request_done = False
+        self._pick: Pick | None = None
+        self._response_started = False
+        self._body_unseen = False  # of the response
+        self._usage: UsageReader | None = None
+        self.over = False  # nothing more will be said: the stream can be ended
+
+    @property
+    def held(self) -> int:
+        """Bytes of the request's body that wait for its end."""
+        return 0 if self._request_done else self._length
+
+    def modes(self, request: BodyMode, response: BodyMode) -> None:
+        """What the first message tells of the bodies' modes; full duplex when it does not."""
+        self._request_mode = request
+        self._response_mode = response
+
+    # The request
+
+    def request_headers(
+        self, headers: Mapping[str, str], end: bool, subset: tuple[str, ...] | None
+    ) -> Sequence[Reply]:
+        """
+        Args:
+            headers: lower-case names, `:method` and `:path` among them; repeated ones joined.
+            end: there is neither body nor trailers.
+            subset: the gateway's hint; empty when it allows no endpoint.
+        """
+        if self._headers is not None:
+            return _NO_REPLY
+        self._headers, self._subset = headers, subset
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._max_body:
+            return [self._too_large()]
+        if end:
+            return self._steer(Message.REQUEST_HEADERS, b"")
+        match self._request_mode:
+            case BodyMode.FULL_DUPLEX_STREAMED:
+                return _NO_REPLY
+            case BodyMode.BUFFERED | BodyMode.BUFFERED_PARTIAL:
+                return [Await(self._responses_off())]
+            case _:
+                return self._steer(Message.REQUEST_HEADERS, None)
+
+    def request_body(self, data: bytes, end: bool) -> Sequence[Reply]:
+        if self._headers is None or self._request_mode in (BodyMode.NONE, BodyMode.STREAMED):
+            return self._pass_body(Message.REQUEST_BODY, self._request_mode, data, end)
+        duplex = self._request_mode is BodyMode.FULL_DUPLEX_STREAMED
+        if self._request_done:  # a second end of stream, as some Envoys send
+            return _NO_REPLY if duplex else [Message.REQUEST_BODY]
+        self._length += len(data)
+        if self._length > self._max_body:
+            return [self._too_large()]
+        if duplex:
+            if data:
+                self._chunks.append(data)
+            return self._release(trailers=False) if end else _NO_REPLY
+        whole = (
+            end
+            or self._request_mode is BodyMode.BUFFERED
+            or self._headers.get("content-length") == str(len(data))
+        )
+        return self._steer(Message.REQUEST_BODY, data if whole else None)
+
+    def request_trailers(self) -> Sequence[Reply]:
+        if self._headers is None or self._request_done:
+            return [Message.REQUEST_TRAILERS]
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            return self._release(trailers=True)
+        # An Envoy that buffers has nothing left to answer that could carry the endpoint.
+        return [self._refuse(Refusal(400, "missing_body", "the request has trailers but no body"))]
+
+    def _release(self, *, trailers: bool) -> Sequence[Reply]:
+        """The held request is complete: let it go."""
+        chunks, self._chunks = self._chunks, []
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        replies = self._steer(Message.REQUEST_HEADERS, body)
+        if self.over:
+            return replies
+        if trailers:
+            pieces = _pieces(Message.REQUEST_BODY, body, end=False) if body else []
+            return [*replies, *pieces, Message.REQUEST_TRAILERS]
+        return [*replies, *_pieces(Message.REQUEST_BODY, body, end=True)]
+
+    def _steer(self, message: Message, body: bytes | None) -> Sequence[Reply]:
+        headers = self._headers
+        assert headers is not None
+        self._request_done = True
+        try:
+            pick = self._route(
+                HttpRequest(
+                    headers.get(":method", ""),
+                    headers.get(":path", ""),
+                    headers,
+                    body,
+                    self._subset,
+                )
+            )
+        except Refusal as refusal:
+            return [self._refuse(refusal)]
+        self._pick = pick
+        return [
+            Steer(
+                message,
+                pick.destination,
+                None if headers.get(REQUEST_ID) else pick.request_id,
+                [name for name in headers if name.startswith(OWNED_PREFIXES)],
+                self._responses_off() if message is Message.REQUEST_HEADERS else None,
+            )
+        ]
+
+    def _responses_off(self) -> BodyMode | None:
+        """The request's mode for an override that turns response bodies off; None: leave them."""
+        if (
+            self._read_usage
+            or self._request_mode is BodyMode.FULL_DUPLEX_STREAMED
+            or self._response_mode in (BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED)
+        ):
+            return None
+        return self._request_mode
+
+    def _too_large(self) -> Refusal:
+        limit = self._max_body
+        return self._refuse(
+            Refusal(413, "body_too_large", f"the body is longer than {limit} bytes, the limit here")
+        )
+
+    def _refuse(self, refusal: Refusal) -> Refusal:
+        self.over = self._request_done = True
+        self._chunks.clear()
+        return refusal
+
+    # The response
+
+    def response_headers(
+        self, headers: Mapping[str, str], end: bool, served: str | None
+    ) -> Sequence[Reply]:
+        """
+        Args:
+            headers: lower-case names, `:status` among them.
+            end: there is neither body nor trailers.
+            served: the endpoint that the response comes from, if the gateway tells.
+        """
+        status = headers.get(":status", "")
+        if self._pick is not None:
+            self._response_started = True
+            # Until a body comes: whether our override was obeyed is not told.
+            self._body_unseen = (
+                self._response_mode is BodyMode.NONE or self._responses_off() is not None
+            )
+            self._pick.response_started(int(status) if status.isdecimal() else 0, served)
+            if self._read_usage and headers.get("content-encoding", "identity") == "identity":
+                self._usage = UsageReader(headers.get("content-type", ""))
+        if end:
+            self._complete()
+            self.over = True
+        return [Message.RESPONSE_HEADERS]
+
+    def response_body(self, data: bytes, end: bool) -> Sequence[Reply]:
+        self._body_unseen = False
+        if self._pick is not None and data:
+            self._pick.first_token()
+            if self._usage is not None:
+                self._usage.feed(data)
+        if end or self._response_mode is BodyMode.BUFFERED:
+            self._complete()
+            self.over = end
+        return self._pass_body(Message.RESPONSE_BODY, self._response_mode, data, end)
+
+    def response_trailers(self) -> Sequence[Reply]:
+        self._complete()
+        self.over = True
+        return [Message.RESPONSE_TRAILERS]
+
+    def _complete(self) -> None:
+        """The end of the response was seen."""
+        pick = self._pick
+        if pick is not None and pick.outcome is None:
+            usage = None
+            if self._usage is not None:
+                self._usage.finish()
+                usage = self._usage.usage
+            status = pick.status or 0
+            pick.end(Outcome.FAILED if status >= 500 else Outcome.COMPLETED, usage)
+
+    def closed(self) -> None:
+        """The stream is over, however it ended."""
+        self.over = True
+        self._chunks.clear()
+        if self._response_started and self._body_unseen:
+            self._complete()
+        elif self._pick is not None:
+            usage = None if self._usage is None else self._usage.usage
+            self._pick.end(Outcome.ABORTED, usage)
+
+    def _pass_body(
+        self, message: Message, mode: BodyMode, data: bytes, end: bool
+    ) -> Sequence[Reply]:
+        if mode is BodyMode.FULL_DUPLEX_STREAMED:
+            return _pieces(message, data, end=end)
+        return [message]
+
+
+def _pieces(message: Message, body: bytes, *, end: bool) -> list[Chunk]:
+    """A body in chunks; an empty one is one chunk."""
+    if len(body) <= MAX_CHUNK:
+        return [Chunk(message, body, end)]
+    view = memoryview(body)
+    chunks = [
+        Chunk(message, view[start : start + MAX_CHUNK], False)
+        for start in range(0, len(body), MAX_CHUNK)
+    ]
+    chunks[-1] = Chunk(message, chunks[-1].data, end)
+    return chunks

@@ -1,0 +1,96 @@
+"""gRPC health: whether this picker lives, and whether it should be asked.
+
+`liveness` is always SERVING; the others follow `set_ready`. A name that is none of these is
+NOT_FOUND, as the health protocol has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+LIVENESS = "liveness"
+READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """The health service. It can join several servers."""
+
+    def __init__(self) -> None:
+        self._ready = False
+        self._changed = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
+    def set_ready(self, ready: bool) -> None:
+        """Tell probes and watchers."""
+        self._ready = ready
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> HealthCheckResponse:
+        status = self._status(request.service)
+        if status == HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name is watched")
+        return HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        services = (LIVENESS, *READINESS)
+        return health_pb2.HealthListResponse(
+            statuses={name: HealthCheckResponse(status=self._status(name)) for name in services}
+        )
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """Writes the status now and whenever it changes."""
+        told = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != told:
+                await context.write(HealthCheckResponse(status=status))
+                told = status
+            await changed.wait()
+
+    def _status(self, service: str) -> int:
+        if service == LIVENESS or (service in READINESS and self._ready):
+            return int(HealthCheckResponse.SERVING)
+        if service in READINESS:
+            return int(HealthCheckResponse.NOT_SERVING)
+        return int(HealthCheckResponse.SERVICE_UNKNOWN)
+
+
+class HealthServer:
+    """gRPC health on a port of its own."""
+
+    def __init__(self, health: Health, host: str, port: int) -> None:
+        """`port` 0 means any free one."""
+        self._host = f"[{host}]" if ":" in host else host
+        self._port = port
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        health.add_to(self._server)
+
+    async def start(self) -> int:
+        """Listen. Returns the port.
+
+        Raises:
+            OSError: the port is in use, or the host is none of this machine.
+        """
+        address = f"{self._host}:{self._port}"
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address} for gRPC health: {error}") from error
+        await self._server.start()
+        return int(port)
+
+    async def stop(self) -> None:
+        await self._server.stop(None)

@@ -1,0 +1,170 @@
+"""The ext_proc gRPC service: one coroutine per stream.
+
+Reads and writes are plain awaits on the call, and messages are bytes to gRPC: picker/messages.py
+gives them their meaning, picker/exchange.py the order of the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from picker.config import MIB, Config
+from picker.director import Director, Pick
+from picker.exchange import Exchange, HttpRequest
+from picker.messages import Malformed, encode, tell
+from picker.refusal import Refusal
+from picker.request import LLMRequest, parse
+
+log = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+MAX_STREAMS = 16_384  # one lasts as long as its generation; a further one is refused
+MAX_HELD_BODIES = 32  # as long as allowed: what all unfinished request bodies may take together
+BUSY_RETRY_SECONDS = 1
+
+# A buffered body comes as one message, and gRPC answers a message over its limit by ending
+# the stream, so the limit lies well above what we refuse ourselves with a 413.
+MESSAGE_LIMIT_FACTOR = 2
+MESSAGE_MARGIN = MIB
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MIB),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of another picker's
+    ("grpc.keepalive_time_ms", 60_000),  # notices a dead Envoy under streams that wait for long
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),  # Envoy may ping as often as it is configured to
+]
+
+
+class ExtProcServer:
+    """ext_proc on a port of its own. Other services can join `server` before `start`."""
+
+    def __init__(self, director: Director, config: Config) -> None:
+        self._director = director
+        self._config = config
+        self._streams = 0
+        self._held = 0
+        self._held_limit = MAX_HELD_BODIES * config.max_body
+        self._idle = asyncio.Event()
+        self._idle.set()
+        options = [*OPTIONS, ("grpc.max_receive_message_length", message_limit(config.max_body))]
+        self.server = grpc.aio.server(options=options)
+        handler = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
+        )
+
+    @property
+    def streams(self) -> int:
+        """Requests in flight."""
+        return self._streams
+
+    async def start(self) -> int:
+        """Listen. Returns the port.
+
+        Raises:
+            OSError: the port is in use, or the host is none of this machine.
+        """
+        listen = self._config.listen
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        try:
+            port = self.server.add_insecure_port(f"{host}:{listen.grpc}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{listen.grpc} for gRPC: {error}") from error
+        await self.server.start()
+        return int(port)
+
+    async def drain(self) -> None:
+        """Take no new stream, and wait for those in flight, at most `drain` seconds; then stop.
+
+        Only requests are waited for: a stream of access logs lasts as long as its Envoy.
+        """
+        seconds = self._config.drain
+        stopping = asyncio.create_task(self.server.stop(seconds))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d requests were still in flight after %gs", self._streams, seconds)
+        await self.stop()
+        await stopping
+
+    async def stop(self) -> None:
+        """End all streams now."""
+        await self.server.stop(None)
+
+    async def _process(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        self._streams += 1
+        self._idle.clear()
+        exchange = Exchange(
+            self._route, max_body=self._config.max_body, read_usage=self._config.usage
+        )
+        try:
+            if self._streams > MAX_STREAMS:
+                await self._refuse(context, "too_many_streams")
+            else:
+                await self._converse(exchange, context)
+        finally:
+            exchange.closed()
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+
+    async def _converse(self, exchange: Exchange, context: grpc.aio.ServicerContext) -> None:
+        """Read and answer until the exchange or the stream is over."""
+        held = 0
+        try:
+            while not exchange.over:
+                data = await context.read()
+                if data is grpc.aio.EOF:
+                    return
+                try:
+                    replies = tell(exchange, data)
+                except Malformed as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                if exchange.held != held:
+                    self._held += exchange.held - held
+                    held = exchange.held
+                    if self._held > self._held_limit:
+                        await self._refuse(context, "too_many_bodies")
+                        return
+                for reply in replies:
+                    await context.write(encode(reply))
+        finally:
+            self._held -= held
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, reason: str) -> None:
+        """Answer a request for which there is no room."""
+        refusal = Refusal(
+            429, reason, "the gateway holds too many requests", retry_after=BUSY_RETRY_SECONDS
+        )
+        await context.write(encode(refusal))
+
+    def _route(self, request: HttpRequest) -> Pick:
+        """Raises Refusal."""
+        try:
+            return self._director.pick(understand(request))
+        except Refusal:
+            raise
+        except Exception:
+            log.exception("a request could not be routed")
+            raise Refusal(500, "internal_error", "the request could not be routed") from None
+
+
+def message_limit(max_body: int) -> int:
+    """Bytes of the longest message that gRPC lets through to us."""
+    return MESSAGE_LIMIT_FACTOR * max_body + MESSAGE_MARGIN
+
+
+def understand(request: HttpRequest) -> LLMRequest:
+    """What is asked, as far as the body was shown. Raises Refusal."""
+    return parse(
+        request.method, request.path, request.headers, request.body or b"", subset=request.subset
+    )
