@@ -23,9 +23,9 @@ BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told i
 # What a pod is taken to cache until it tells: 60 GiB for an 8B model's 128 KiB per token.
 DEFAULT_KV_TOKENS = 500_000
 
-# Blocks that all pods may hold together, in equal parts. A block takes 165 bytes, and 110 for each
-# further pod that holds it (measured), so this is 0.7 GB. With the default blocks of 256 bytes,
-# 64 pods come to 4 million tokens each, 1,000 pods to 268,000.
+# Blocks that all pods may hold together, in equal parts. One takes 150 to 240 bytes, and 90 to 150
+# more for each further pod that holds it (measured), so this is 1 GB at most. With blocks of 256
+# bytes that is 4 million tokens for each of 64 pods, or 268,000 for each of 1,000.
 MAX_BLOCKS = 1 << 22
 
 
@@ -44,7 +44,7 @@ class ApproximatePrefix:
     def __init__(self, pool: Pool, settings: config.Prefix) -> None:
         self._block_bytes = int(settings.block_bytes)
         self._max_blocks = settings.max_blocks
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(pool.capacity)
         self._pool = pool
         self._wanted: dict[int, int] = {}  # by slot: blocks that its pod's cache holds
         self._part = MAX_BLOCKS  # of all blocks, for each pod

@@ -28,15 +28,14 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}
         self._caches: dict[int, _Cache] = {}  # by slot
 
-    @property
-    def blocks(self) -> int:
-        """Blocks that all pods hold together; one held by two pods counts twice."""
-        return sum(len(cache.used) for cache in self._caches.values())
-
-    @property
-    def keys(self) -> int:
+    def __len__(self) -> int:
         """Different blocks that are held."""
         return len(self._holders)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all pods hold together: one held by two pods counts twice."""
+        return sum(len(cache.used) for cache in self._caches.values())
 
     def grow(self, capacity: int) -> None:
         """Make room for slots up to `capacity`."""
@@ -143,8 +142,8 @@ class _Cache:
     """What one pod holds, least recently used first.
 
     Blocks used together share one time. Each use of a chain waits in line, oldest first; a block
-    whose time has changed since is in line again further on, and there is passed over here. This
-    costs a third of a linked list's time and memory, and nothing that the garbage collector walks.
+    whose time has changed since is in line again further on, and is passed over at the old place.
+    An OrderedDict would take twice the memory, and a full garbage collection would walk all of it.
     """
 
     __slots__ = ("_line", "_now", "_swept", "_waiting", "room", "used")
@@ -153,8 +152,8 @@ class _Cache:
         self.room = 0
         self.used: dict[int, int] = {}  # key to the time of its last use
         self._now = 0
-        self._swept: deque[tuple[int, array[int]]] = deque()  # older than the line
-        self._line: deque[tuple[int, array[int]]] = deque()
+        self._line: deque[bytes] = deque()  # uses as _packed
+        self._swept: deque[bytes] = deque()  # the same, older than all of the line
         self._waiting = 0  # keys in both
 
     def use(self, keys: Sequence[int]) -> int:
@@ -164,7 +163,7 @@ class _Cache:
         self._now = now = self._now + 1
         for key in keys:
             used[key] = now
-        self._line.append((now, array("Q", keys)))
+        self._line.append(_packed(now, keys))
         self._waiting += len(keys)
         if self._waiting > 2 * len(used):
             self._sweep(2 * len(keys))
@@ -177,14 +176,19 @@ class _Cache:
         evicted: list[int] = []
         while len(evicted) < over:
             line = self._swept or self._line
-            time, keys = line[0]
-            while keys and len(evicted) < over:
-                key = keys.pop()
-                self._waiting -= 1
+            chain = memoryview(line[0]).cast("Q")
+            time, stays = chain[0], len(chain)
+            for key in chain[:0:-1]:
+                stays -= 1
                 if used.get(key) == time:
                     del used[key]
                     evicted.append(key)
-            if not keys:
+                    if len(evicted) == over:
+                        break
+            self._waiting -= len(chain) - stays
+            if stays > 1:
+                line[0] = chain[:stays].tobytes()
+            else:
                 line.popleft()
         return evicted
 
@@ -195,11 +199,16 @@ class _Cache:
         """
         used, line, swept = self.used, self._line, self._swept
         while keys > 0 and line:
-            time, chain = line.popleft()
+            time, *chain = memoryview(line.popleft()).cast("Q")
             keys -= len(chain)
-            kept = array("Q", [key for key in chain if used.get(key) == time])
+            kept = [key for key in chain if used.get(key) == time]
             self._waiting -= len(chain) - len(kept)
             if kept:
-                swept.append((time, kept))
+                swept.append(_packed(time, kept))
         if not line:
             self._line, self._swept = swept, line
+
+
+def _packed(time: int, keys: Sequence[int]) -> bytes:
+    """The use of a chain as 8 bytes each for its time and its keys."""
+    return array("Q", (time, *keys)).tobytes()
