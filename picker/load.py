@@ -54,7 +54,7 @@ class _Pod:
     adapters: Adapters = _NO_ADAPTERS
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """A choice of slots, and what is kept by row of it."""
 
@@ -101,7 +101,7 @@ class Load:
         """The candidates in these slots of the pool, which are ascending and each named once.
 
         `matched_tokens` is a column by slot. Columns may be cut from ours: they are right until
-        the next call that changes a load, and nobody may write to them.
+        the next event, and nobody may write to them.
         """
         rows = self._all
         if rows.revision != self._pool.revision:
@@ -187,7 +187,8 @@ class Load:
         adapters = report.adapters or _NO_ADAPTERS
         if adapters != pod.adapters:
             pod.adapters = adapters
-            self._all.revision = -1  # to be made again: it names the old ones
+            if self._all.revision == self._pool.revision:
+                self._all.adapters[int(np.searchsorted(self._all.slots, slot))] = adapters
         if pod.error is not None:
             pod.error = None
             log.info("pod %s tells its load again", endpoint.address)
