@@ -27,8 +27,9 @@ class Profile:
         )
 
 
-# H100 rows are estimates from its data sheet (3.35 TB/s, about half of 990 bf16 TFLOP/s reached)
-# and the models' published shapes; cpu-smol is fitted to bench/results/engine-cpu.json.
+# GPU rows are estimates from data sheets (H100: 3.35 TB/s, 990 dense bf16 TFLOP/s; A10G: 600 GB/s,
+# 70 TFLOP/s; about half of these FLOPs reached) and the models' published shapes; cpu-smol is
+# fitted to bench/results/engine-cpu.json.
 PROFILES = {
     "llama-8b-h100": Profile(
         overhead=1.2e-3,
@@ -47,6 +48,15 @@ PROFILES = {
         num_blocks=19_000,
         max_model_len=8192,
         max_num_batched_tokens=8192,
+    ),
+    "qwen-7b-a10g": Profile(
+        overhead=2.0e-3,
+        weights=25e-3,
+        token=430e-6,
+        context_token=95e-9,
+        num_blocks=5_600,
+        max_model_len=8192,
+        max_num_batched_tokens=2048,
     ),
     "cpu-smol": Profile(
         overhead=10e-3,
