@@ -24,7 +24,7 @@ from picker.schedule import Decision, Scheduler
 from picker.sessions import Sessions
 from picker.usage import Usage
 
-MAX_KEPT = 256  # characters of a client's words that a pick keeps: picks are kept by the thousand
+MAX_PATH = 256  # characters that a pick keeps: picks are kept by the thousand
 
 
 class Outcome(StrEnum):
@@ -124,10 +124,14 @@ class Director:
         try:
             pick = self._pick(request)
         except Refusal as refusal:
-            self._metrics.refused(refusal)
+            self.refused(refusal)
             raise
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
+
+    def refused(self, refusal: Refusal) -> None:
+        """Count a refusal; those that `pick` raises are counted already."""
+        self._metrics.refused(refusal)
 
     def _pick(self, request: LLMRequest) -> Pick:
         if self._models and request.model is not None and request.model not in self._models:
@@ -141,9 +145,9 @@ class Director:
         endpoint = self._pool.endpoints[decision.endpoints[0]]
         tokens, blocks = _matched(match, endpoint)
         pick = Pick(
-            request_id=request.id[:MAX_KEPT],
-            model=request.model and request.model[:MAX_KEPT],
-            path=request.path[:MAX_KEPT],
+            request_id=request.id,
+            model=request.model,
+            path=request.path.partition("?")[0][:MAX_PATH],  # a query may hold secrets
             prompt_tokens=request.prompt_tokens,
             decision=decision,
             endpoint=endpoint,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 SIZE = 1024
 MAX_ROWS = 200_000  # candidates of all picks that are kept, each with all its scores
-MAX_SHOWN = 256  # characters of a client's word
 
 
 class Journal:
@@ -58,10 +57,10 @@ def summary(pick: Pick) -> dict[str, Any]:
     """One pick, to be written as JSON."""
     usage = pick.usage
     return {
-        "requestId": pick.request_id[:MAX_SHOWN],
+        "requestId": pick.request_id,
         "pickedAt": pick.picked_at,  # Unix seconds
-        "model": pick.model and pick.model[:MAX_SHOWN],
-        "path": pick.path[:MAX_SHOWN],
+        "model": pick.model,
+        "path": pick.path,
         "endpoint": pick.endpoint.address,  # that serves it
         "picked": list(pick.decision.endpoints),  # with those to fall back to
         "promptTokens": pick.prompt_tokens,
@@ -84,7 +83,11 @@ def summary(pick: Pick) -> dict[str, Any]:
 def detail(pick: Pick) -> dict[str, Any]:
     """One pick with its candidates' scores, best first, and what the filters dropped."""
     decision = pick.decision
-    order = sorted(range(len(decision.candidates)), key=lambda row: -float(decision.total[row]))
+    chosen, total = decision.endpoints[0], decision.total
+
+    def place(row: int) -> tuple[float, bool]:
+        return -float(total[row]), decision.candidates[row] != chosen
+
     return summary(pick) | {
         "considered": decision.considered,  # of which the best are kept
         "dropped": [{"filter": name, "endpoints": count} for name, count in decision.dropped],
@@ -94,9 +97,9 @@ def detail(pick: Pick) -> dict[str, Any]:
                 "endpoint": decision.candidates[row],
                 "matchedTokens": _number(decision.matched, row),
                 "scores": {name: _number(column, row) for name, column in decision.scores.items()},
-                "total": _number(decision.total, row),
+                "total": _number(total, row),
             }
-            for row in order
+            for row in sorted(range(len(decision.candidates)), key=place)
         ],
     }
 

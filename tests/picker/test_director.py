@@ -1,0 +1,272 @@
+"""From a request to its end, over the real pool, load, index, scheduler, metrics and journal."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picker.director import Outcome, Pick
+from picker.journal import detail
+from picker.refusal import Refusal
+from picker.usage import Usage
+from tests.picker.core import Core, completion
+
+PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+LONG = "The quick brown fox jumps over the lazy dog. " * 100
+
+
+def other(pick: Pick) -> str:
+    return next(address for address in PODS if address != pick.endpoint.address)
+
+
+def refusal(core: Core, **request: object) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        core.director.pick(completion("Hello", **request))  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_a_prompt_goes_back_to_the_pod_that_has_it() -> None:
+    core = Core(PODS)
+    first = core.director.pick(completion(LONG))
+    assert first.uncached_tokens == first.prompt_tokens > 1000
+    assert first.matched_blocks == 0 < first.prompt_blocks
+    first.end(Outcome.COMPLETED)
+    for _ in range(5):
+        again = core.director.pick(completion(LONG + " And then?"))
+        assert again.endpoint is first.endpoint
+        assert again.uncached_tokens < 100
+        assert again.matched_blocks == first.prompt_blocks
+        assert again.destination.startswith(first.endpoint.address + ",")
+        again.end(Outcome.COMPLETED)
+
+
+def test_a_burst_between_two_scrapes_is_spread() -> None:
+    core = Core(PODS)
+    picks = [core.director.pick(completion(f"{number} {LONG}")) for number in range(9)]
+    assert sorted(pick.endpoint.address for pick in picks) == sorted(PODS * 3)
+
+
+def test_the_end_counts_once() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion("Hello"))
+    pick.response_started(200)
+    pick.end(Outcome.COMPLETED, Usage(10, 0, 5))
+    pick.end(Outcome.ABORTED)
+    pick.response_started(500)
+    pick.first_token()
+    assert (pick.outcome, pick.status, pick.first_token_seconds) == (Outcome.COMPLETED, 200, None)
+    assert pick.usage == Usage(10, 0, 5)
+    ended = f'warmpath_ended_requests_total{{endpoint="{pick.endpoint.address}",outcome='
+    assert f'{ended}"completed"}} 1\n' in core.page()
+    assert f'{ended}"aborted"' not in core.page()
+
+
+def test_the_first_token_releases_the_tokens_and_the_end_the_request() -> None:
+    core = Core(PODS[:1])
+    pick = core.director.pick(completion([1] * 700))
+    assert core.inflight() == [(1, 700)]
+    pick.first_token(0.25)
+    assert core.inflight() == [(1, 0)]
+    pick.first_token(9)
+    assert pick.first_token_seconds == 0.25
+    pick.end(Outcome.ABORTED)
+    assert core.inflight() == [(0, 0)]
+
+
+def test_a_pick_served_elsewhere_moves_with_its_load_and_its_prefix() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion([1] * 700))
+    picked, served = pick.endpoint, core.endpoint(other(pick))
+    pick.response_started(200, served.address)
+    assert pick.endpoint is served
+    assert core.load.describe(picked).inflight == 0
+    assert core.load.describe(served).inflight_tokens == 700
+    pick.response_started(200, served.address)
+    assert "warmpath_moved_picks_total 1\n" in core.page()
+    pick.end(Outcome.COMPLETED)
+    assert core.inflight() == [(0, 0)] * 3
+    match = core.prefix.match(completion([1] * 700))
+    assert match.tokens[served.slot] == match.tokens.max() > 500
+
+
+def test_a_pick_that_moves_after_its_first_token_brings_no_tokens() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion([1] * 700))
+    pick.first_token()
+    pick.response_started(200, other(pick))
+    assert sorted(core.inflight()) == [(0, 0), (0, 0), (1, 0)]
+
+
+def test_a_server_that_is_not_of_the_pool_changes_nothing() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion("Hello"))
+    picked = pick.endpoint
+    pick.response_started(200, "10.9.9.9:8000")
+    assert pick.endpoint is picked
+    assert core.load.describe(picked).inflight == 1
+
+
+def test_a_pick_may_move_to_a_pod_that_came_after_it() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion([1] * 700))
+    more = [f"10.1.0.{number}:8000" for number in range(1, 60)]  # more slots than when it matched
+    core.update(PODS + more)
+    pick.response_started(200, more[-1])
+    assert (pick.endpoint.address, pick.uncached_tokens, pick.matched_blocks) == (more[-1], 700, 0)
+    pick.end(Outcome.COMPLETED)
+    assert set(core.inflight()) == {(0, 0)}
+
+
+def test_what_a_removed_pod_served_does_not_touch_the_next_owner_of_its_slot() -> None:
+    core = Core(PODS[:1])
+    pick = core.director.pick(completion([1] * 700))
+    core.update(PODS[1:2])
+    assert core.endpoint(PODS[1]).slot == pick.endpoint.slot
+    pick.first_token()
+    pick.end(Outcome.FAILED)
+    assert core.inflight() == [(0, 0)]
+    assert PODS[0] not in core.page()
+    assert core.prefix.match(completion([1] * 700)).tokens.max() == 0
+    assert core.director.pick(completion([1] * 700)).endpoint.address == PODS[1]
+
+
+def test_an_empty_pool_is_503_with_retry_after() -> None:
+    core = Core([])
+    answer = refusal(core)
+    assert (answer.status, answer.reason) == (503, "no_endpoints")
+    assert answer.retry_after is not None
+    core.update(PODS)
+    core.director.pick(completion("Hello"))
+    core.update([])
+    assert refusal(core).status == 503
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"], ["10.0.0.1:8001"], [""]])
+def test_a_subset_without_a_pod_is_503(subset: list[str]) -> None:
+    answer = refusal(Core(PODS), subset=subset)
+    assert (answer.status, answer.reason) == (503, "empty_subset")
+
+
+@pytest.mark.parametrize("subset", [PODS[1:2], ["10.0.0.2"], ["10.9.9.9:1", " 10.0.0.2:8000"]])
+def test_a_subset_is_kept_to(subset: list[str]) -> None:
+    core = Core(PODS)
+    for _ in range(10):
+        pick = core.director.pick(completion(LONG, subset=subset))
+        assert pick.destination == PODS[1]
+
+
+def test_unknown_models_are_404_only_where_models_are_declared() -> None:
+    core = Core(PODS, models=["llama", "qwen"])
+    core.director.pick(completion("Hello", model="qwen"))
+    answer = refusal(core, model="gpt")
+    assert (answer.status, answer.reason) == (404, "model_not_found")
+    assert "llama, qwen" in answer.message
+    Core(PODS).director.pick(completion("Hello", model="gpt"))
+
+
+def test_refusals_are_counted_and_credit_nothing() -> None:
+    core = Core(PODS, models=["llama"])
+    refusal(core, model="gpt")
+    refusal(core, subset=[])
+    refusal(core, subset=[])
+    page = core.page()
+    assert 'warmpath_refusals_total{reason="model_not_found",status="404"} 1\n' in page
+    assert 'warmpath_refusals_total{reason="empty_subset",status="503"} 2\n' in page
+    assert core.inflight() == [(0, 0)] * 3
+    assert len(core.journal) == 0
+
+
+def test_one_sessions_requests_stay_on_one_pod() -> None:
+    core = Core(PODS, scorers={"session": 1.0})
+    homes = set()
+    for number in range(20):
+        request = completion(f"{number}")
+        request.headers = {"x-session-id": "mine"}
+        homes.add(core.director.pick(request).endpoint)
+    assert len(homes) == 1
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("pick"), st.integers(0, 3)),
+        st.tuples(st.just("start"), st.integers(0, 9), st.sampled_from([*PODS, "", "gone:1"])),
+        st.tuples(st.just("token"), st.integers(0, 9)),
+        st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from(list(Outcome))),
+        st.tuples(st.just("pool"), st.sets(st.sampled_from(PODS), min_size=1)),
+    ),
+    max_size=40,
+)
+
+
+@given(events)
+@settings(max_examples=200, deadline=None)
+def test_whatever_happens_all_credit_is_returned(events: list[tuple[str, object]]) -> None:
+    core = Core(PODS)
+    picks: list[Pick] = []
+    ends = 0
+    for kind, which, *more in events:
+        if kind == "pool":
+            core.update(sorted(which))  # type: ignore[call-overload]
+        elif kind == "pick":
+            picks.append(core.director.pick(completion([int(str(which))] * 400)))
+        elif picks:
+            pick = picks[int(str(which)) % len(picks)]
+            if kind == "start":
+                pick.response_started(200, str(more[0]) or None)
+            elif kind == "token":
+                pick.first_token()
+            else:
+                ends += pick.outcome is None
+                pick.end(Outcome(str(more[0])))
+        running = [pick for pick in picks if pick.outcome is None and pick.endpoint.alive]
+        assert sum(requests for requests, _ in core.inflight()) == len(running)
+    for pick in picks:
+        ends += pick.outcome is None
+        pick.end(Outcome.COMPLETED)
+    assert set(core.inflight()) == {(0, 0)}
+    assert ends == len(picks)
+    running_gauge = 'inference_objective_running_requests{model_name="llama"} '
+    assert (f"{running_gauge}0\n" in core.page()) == bool(picks)
+
+
+def test_a_pick_explains_itself_without_telling_the_prompt() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion("my secret words " * 50, id="req-1"))
+    told = detail(pick)
+    assert told["requestId"] == "req-1"
+    assert told["path"] == "/v1/completions"
+    assert told["candidates"][0]["endpoint"] == pick.endpoint.address
+    assert {each["endpoint"] for each in told["candidates"]} == set(PODS)
+    for each in told["candidates"]:
+        weighted = sum(told["weights"][name] * score for name, score in each["scores"].items())
+        assert each["total"] == pytest.approx(weighted, abs=1e-5)
+    assert "secret" not in repr(told)
+
+
+def test_twenty_thousand_picks_leave_nothing_behind_but_what_is_bounded() -> None:
+    core = Core(PODS, journal_size=100)
+    core.load.clock = lambda: 1000.0
+
+    def some(start: int, count: int) -> None:
+        for number in range(start, start + count):
+            pick = core.director.pick(completion([number % 50] * 200, model=f"m{number}"))
+            pick.response_started(200, PODS[number % 3])
+            pick.first_token()
+            pick.end(list(Outcome)[number % 3], Usage(200, 10, 10))
+            if number % 500 == 0:
+                core.update(PODS[number % 2 :])
+
+    some(0, 10_000)  # tables are full: 1,000 models, the journal, the index
+    gc.collect()
+    before = len(gc.get_objects())
+    some(10_000, 10_000)
+    gc.collect()
+    objects = gc.get_objects()
+    assert len(objects) - before < 1000
+    assert sum(isinstance(each, Pick) for each in objects) <= 101  # the journal's, and the last
+    assert set(core.inflight()) == {(0, 0)}
+    assert len(core.journal) == 100
+    assert core.page().count("inference_objective_request_total{") == 1001
