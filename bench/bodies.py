@@ -19,12 +19,12 @@ without again home around small however found part school thought went say gener
 war left number course harbour invoice customer delivery warehouse contract weather engine
 schedule station measure record answer question report library
 """
-_WORDS = _TEXT.split()
+_WORDS = (2 * _TEXT.split())[:256]  # one for each byte
 
 
 def english(length: int, source: random.Random) -> str:
     """Text of so many characters."""
-    words = source.choices(_WORDS, k=length // 3 + 1)
+    words = [_WORDS[byte] for byte in source.randbytes(length // 3 + 1)]
     for i in range(9, len(words), 11):
         words[i] += "."
     return " ".join(words)[:length].ljust(length, ".")
@@ -40,10 +40,10 @@ def chat_bodies(size: int, count: int, seed: int = 0) -> list[bytes]:
 
 
 def _chat_body(size: int, number: int, seed: int) -> bytes:
-    system = random.Random(f"{seed} system {number % 4}")
+    system = random.Random(f"{seed} system {number // 2 % 4}")
     history = random.Random(f"{seed} history {number // 2}")
     own = random.Random(f"{seed} own {number}")
-    shared = size >= 1000  # a smaller one is but a question
+    shared = size >= 4000  # a smaller one is but a question
     turns = [english(size // 20, history) for _ in range(8)] if shared else []
     spare = size - len(_encoded("." if shared else "", turns, NONCE)) + shared
     if spare < 0:

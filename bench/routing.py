@@ -36,6 +36,7 @@ from picker.up.processes import Child
 from worker.profiles import PROFILES
 
 OUTSTANDING = 16  # requests for each worker, while its capacity is measured
+LEAST_COMPUTED = 250  # tokens that no mix gets below, on average, for a request
 PATIENCE = 2.0  # seconds after a run in which answers are still waited for
 IDLE_SECONDS = 30.0  # for workers to notice that their clients are gone
 WARM, ROUND_ROBIN = "warm", "round_robin"
@@ -83,7 +84,8 @@ class Bench:
     async def capacity(self, front: Front, mix: Mix) -> float:
         """Requests a second that the workers answer while all of them always have enough to do."""
         length = self._plan.capacity_seconds
-        sent = turns(mix, rate=20.0 * self._plan.workers, seconds=2 * length, seed=1000)
+        more = self._plan.workers / (LEAST_COMPUTED * PROFILES[self._plan.profile].token)
+        sent = turns(mix, rate=more, seconds=length, seed=1000)
         replies = await closed_loop(
             front.port,
             [turn.body for turn in sent],
