@@ -27,15 +27,16 @@ def bootstrap(config: Config, eds_path: Path | None = None) -> dict[str, Json]:
     Raises:
         ValueError: a port of the picker is 0, or an endpoint is no IP address with a port.
     """
-    for name in ("grpc", "http") if config.envoy.profile == "lean" else ("grpc",):
+    lean = config.envoy.profile == "lean"
+    for name in ("grpc", "http") if lean else ("grpc",):
         if not getattr(config.listen, name):
             raise ValueError(f"listen.{name} is 0: Envoy must know the picker's port")
     addresses = [endpoint.address for endpoint in config.pool.endpoints]
     upstreams = [
-        clusters.pods(addresses, eds_path),
+        clusters.pods(addresses, eds_path, tell_served=not lean),
         clusters.picker_grpc(config.listen.host, config.listen.grpc),
     ]
-    if config.envoy.profile == "lean":
+    if lean:
         upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))
     whole = Bootstrap(
         node=Node(id=f"warmpath-{config.pool.name}", cluster="warmpath"),

@@ -62,18 +62,19 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _POD_IDLE = timedelta(seconds=4)
 
 
-def pods(endpoints: Iterable[str], eds_path: Path | None) -> Cluster:
+def pods(endpoints: Iterable[str], eds_path: Path | None, *, tell_served: bool) -> Cluster:
     """The pool: the picker's choice, and round robin where there is none.
 
     `endpoints` are "ip:port"; with `eds_path` they are read from that file instead, again each
-    time another file is moved in its place.
+    time another file is moved in its place. `tell_served` puts the endpoint that serves into
+    dynamic metadata, where ext_proc finds it.
     """
     cluster = _cluster(
         PODS,
         HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
         idle=_POD_IDLE,
     )
-    cluster.load_balancing_policy = _picked_host()
+    cluster.load_balancing_policy = _picked_host(tell_served)
     cluster.outlier_detection = _outliers()
     if eds_path is None:
         cluster.type = ClusterDiscoveryType.STATIC
@@ -163,14 +164,14 @@ def _assignment(cluster: str, addresses: Iterable[tuple[str, int]]) -> ClusterLo
     )
 
 
-def _picked_host() -> LoadBalancingPolicy:
+def _picked_host(tell_served: bool) -> LoadBalancingPolicy:
     """The first endpoint of the header, for each retry the next; behind them round robin."""
     override = OverrideHost(
         override_host_sources=[
             OverrideHostOverrideHostSource(header=DESTINATION),
             OverrideHostOverrideHostSource(metadata=_lb_key(DESTINATION)),
         ],
-        selected_host_key=_lb_key(SERVED),
+        selected_host_key=_lb_key(SERVED) if tell_served else None,
         fallback_policy=_policy(
             extension("envoy.load_balancing_policies.round_robin", RoundRobin())
         ),

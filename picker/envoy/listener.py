@@ -8,6 +8,7 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
     AccessLogFilter,
     AndFilter,
     ComparisonFilter,
+    ExtensionFilter,
     ResponseFlagFilter,
     StatusCodeFilter,
 )
@@ -31,6 +32,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
@@ -159,7 +161,7 @@ def _local_replies(config: Config) -> list[ResponseMapper]:
         _reply(Refusal(413, "body_too_large", limit), _status(413)),
         _reply(
             Refusal(503, "no_picker", "the endpoint picker does not answer", retry_after=1),
-            _and(_status(503), _flags("UAEX")),
+            _details("^ext_(authz|proc)_error"),
         ),
         _reply(
             Refusal(503, "no_endpoint", "no model server could be reached", retry_after=1),
@@ -193,6 +195,15 @@ def _status(code: int) -> AccessLogFilter:
 
 def _flags(*flags: str) -> AccessLogFilter:
     return AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=list(flags)))
+
+
+def _details(pattern: str) -> AccessLogFilter:
+    expression = ExpressionFilter(expression=f"response.code_details.matches('{pattern}')")
+    return AccessLogFilter(
+        extension_filter=ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel", typed_config=Any.pack(expression)
+        )
+    )
 
 
 def _and(*filters: AccessLogFilter) -> AccessLogFilter:

@@ -6,7 +6,15 @@ DESTINATION = "x-gateway-destination-endpoint"  # the picked endpoints, best fir
 SERVED = "x-gateway-destination-endpoint-served"  # in dynamic metadata: the one that served
 LB_NAMESPACE = "envoy.lb"  # dynamic metadata
 
-OWNED_PREFIXES = ("x-gateway-destination-endpoint", "x-warmpath-")
+OWNED_PREFIXES = (
+    "x-gateway-destination-endpoint",
+    "x-warmpath-",
+    # By these, pods that split prefill from decode are told whom to ask.
+    "x-prefiller-",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    "x-data-parallel-host-port",
+)
 """Request headers that only the picker sets: a client's own are removed."""
 
 STREAM = "x-warmpath-stream"  # the lean profile's name of one request, made by Envoy

@@ -21,11 +21,19 @@ from picker.envoy.clusters import PICKER_GRPC
 from picker.envoy.names import LB_NAMESPACE
 from picker.envoy.parts import http_filter
 
+UNLIMITED = 86_400  # seconds: here 0 would be no time at all
+
 
 def ext_proc(config: Config) -> HttpFilter:
-    """Headers, bodies and trailers of both directions go to the picker and back."""
+    """Headers, bodies and trailers of both directions go to the picker and back.
+
+    In full duplex Envoy keeps nothing of a body that it has sent, and fails the request with the
+    picker. To fail open it must keep them: the request's until it is answered, and each piece of
+    the response.
+    """
     send = ProcessingModeHeaderSendMode.SEND
-    duplex = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+    body = ProcessingModeBodySendMode
+    fail_open = config.envoy.fail_open
     endpoints = MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
     return http_filter(
         "envoy.filters.http.ext_proc",
@@ -33,15 +41,15 @@ def ext_proc(config: Config) -> HttpFilter:
             grpc_service=GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC)),
             processing_mode=ProcessingMode(
                 request_header_mode=send,
-                request_body_mode=duplex,
+                request_body_mode=body.BUFFERED if fail_open else body.FULL_DUPLEX_STREAMED,
                 request_trailer_mode=send,
                 response_header_mode=send,
-                response_body_mode=duplex,
+                response_body_mode=body.STREAMED if fail_open else body.FULL_DUPLEX_STREAMED,
                 response_trailer_mode=send,
             ),
             # The answer to the headers waits for the body, however slowly a client sends it.
-            message_timeout=timedelta(seconds=config.envoy.idle_timeout),
-            failure_mode_allow=config.envoy.fail_open,
+            message_timeout=timedelta(seconds=config.envoy.idle_timeout or UNLIMITED),
+            failure_mode_allow=fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
             allow_mode_override=True,
             response_attributes=["upstream.address"],

@@ -35,7 +35,6 @@ function envoy_on_response(handle)
     return
   end
 
-  local found = nil
   local pieces, oldest, newest, held = {}, 1, 0, 0
   for piece in handle:bodyChunks() do
     local length = piece:length()
@@ -43,11 +42,11 @@ function envoy_on_response(handle)
       local kept = math.min(length, TAIL)
       local bytes = piece:getBytes(length - kept, kept)
       if is_stream and newest == 0 then
-        found = handle:streamInfo():dynamicMetadata()
-        found:set("warmpath", "first", handle:timestamp())
+        local metadata = handle:streamInfo():dynamicMetadata()
+        metadata:set("warmpath", "first", handle:timestamp())
         local begun = find_usage(bytes, 1)
         if begun ~= nil then
-          found:set("warmpath", "begun", '{"usage":' .. begun .. "}")
+          metadata:set("warmpath", "begun", '{"usage":' .. begun .. "}")
         end
       end
       newest = newest + 1
@@ -61,7 +60,6 @@ function envoy_on_response(handle)
 
   local usage = newest > 0 and last_usage(table.concat(pieces, "", oldest, newest))
   if usage then
-    found = found or handle:streamInfo():dynamicMetadata()
-    found:set("warmpath", "usage", '{"usage":' .. usage .. "}")
+    handle:streamInfo():dynamicMetadata():set("warmpath", "usage", '{"usage":' .. usage .. "}")
   end
 end

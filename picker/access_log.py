@@ -1,0 +1,109 @@
+"""Envoy's access log: how picked requests of the lean profile go on and end.
+
+Speaks envoy.service.accesslog.v3.AccessLogService. Envoy sends entries in batches, several times
+while a request runs and once at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLogEntry
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+
+from picker.director import Outcome
+from picker.envoy.names import STREAM, USAGE_NAMESPACE
+from picker.tickets import Tickets
+from picker.usage import Usage, read_usage
+
+SERVICE = "envoy.service.accesslog.v3.AccessLogService"
+Context = grpc.aio.ServicerContext
+
+
+class AccessLogService:
+    """Settles tickets by what Envoy tells about them."""
+
+    def __init__(self, tickets: Tickets) -> None:
+        self._tickets = tickets
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on a gRPC server that has not started yet."""
+        handler = grpc.stream_unary_rpc_method_handler(
+            self._stream, request_deserializer=StreamAccessLogsMessage.FromString
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"StreamAccessLogs": handler}),)
+        )
+
+    async def _stream(self, _: Any, context: Context) -> bytes:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            for entry in message.http_logs.log_entry:
+                self.settle(entry)
+        return b""
+
+    def settle(self, entry: HTTPAccessLogEntry) -> None:
+        """One entry, of a request that goes on or has ended."""
+        name = entry.request.request_headers.get(STREAM)
+        if name is None:
+            return
+        common, response = entry.common_properties, entry.response
+        going_on = common.intermediate_log_entry
+        pick = self._tickets.renew(name) if going_on else self._tickets.close(name)
+        if pick is None:
+            return
+        status = response.response_code.value  # 0 before there is one
+        # Without a byte from upstream, the answer is Envoy's own.
+        heard = common.HasField("time_to_first_upstream_rx_byte")
+        if status:
+            pick.response_started(status, _address(common) if heard else None)
+        told = common.metadata.filter_metadata
+        found = told[USAGE_NAMESPACE].fields if USAGE_NAMESPACE in told else {}
+        if heard and response.response_body_bytes:
+            began = found["first"].number_value if "first" in found else None
+            pick.first_token(_first_token(common, began))
+        if not going_on:
+            usage = _usage(found) if found else None
+            pick.end(_outcome(status, common), usage)
+
+
+def _outcome(status: int, common: AccessLogCommon) -> Outcome:
+    if status >= 500:
+        return Outcome.FAILED
+    # Any flag tells of an end before its time: by the client, by the pod or by a timeout.
+    if not status or common.response_flags.ListFields():
+        return Outcome.ABORTED
+    return Outcome.COMPLETED
+
+
+def _address(common: AccessLogCommon) -> str | None:
+    address = common.upstream_remote_address.socket_address
+    if not address.address:
+        return None
+    host = f"[{address.address}]" if ":" in address.address else address.address
+    return f"{host}:{address.port_value}"
+
+
+def _first_token(common: AccessLogCommon, began: float | None) -> float:
+    """Seconds from the end of the request to the first piece of the answer.
+
+    `began` is when that came, in Unix milliseconds. Without it, the answer's headers have to do;
+    servers that stream may send those long before.
+    """
+    if began is None:
+        came = _seconds(common.time_to_first_upstream_rx_byte)
+    else:
+        start = common.start_time
+        came = began / 1e3 - start.seconds - start.nanos / 1e9
+    return max(0.0, came - _seconds(common.time_to_last_rx_byte))
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.seconds + duration.nanos / 1e9)
+
+
+def _usage(found: Any) -> Usage | None:
+    """Usage as the response told it last."""
+    if "usage" not in found:
+        return None
+    return read_usage(found["usage"].string_value.encode())

@@ -1,0 +1,321 @@
+"""The lean profile's face: Envoy's ext_authz asks over HTTP/1.1, one request and one answer.
+
+Envoy posts the client's method, path, some of its headers and its body under `/pick`. The answer
+is 200 with the endpoint in a header; or a refusal. One of 4xx is the client's answer. One of
+5xx Envoy would replace, so it is a 200 too, with what to say in headers that a route of Envoy's
+answers with. An answer of 5xx itself means that the picker failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import cast
+
+import httptools
+
+from picker.config import Config
+from picker.director import Director
+from picker.envoy.names import DESTINATION, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.refusal import Refusal
+from picker.request import parse
+from picker.tickets import Tickets
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD = 128 << 10  # bytes of a request line and headers; Envoy's own limit is 60 KiB
+MAX_HEADERS = 200
+MAX_CONNECTIONS = 8192
+MAX_HELD_BODIES = 32  # times the body limit: bytes of unfinished bodies, all connections together
+SLOW = 30  # sweeps, after which an unfinished request is given up
+SWEEP_SECONDS = 0.5  # as often as Envoy tells of running requests
+
+_PICKED = f"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n{DESTINATION}: ".encode()
+_END = b"\r\n\r\n"
+_LAST = b"\r\nconnection: close\r\n\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PREFIX = PICK_PATH.encode()
+_USUAL = {  # headers of nearly every request, by their names as Envoy writes them; "": not read
+    b"host": "",
+    b"x-envoy-internal": "",
+    b"x-envoy-auth-partial-body": "",
+    b"x-envoy-expected-rq-timeout-ms": "",
+    b"content-length": "content-length",
+    b"content-type": "content-type",
+    b"x-request-id": "x-request-id",
+    STREAM.encode(): STREAM,
+}
+
+
+class LeanServer:
+    """Answers Envoy on `listen.http`. `tickets` are for the access log to settle."""
+
+    def __init__(self, director: Director, config: Config) -> None:
+        self.director = director
+        self.max_body = config.max_body
+        self.tickets = Tickets()
+        self.connections: set[Connection] = set()
+        self.held = 0  # bytes of unfinished bodies
+        self.draining = False
+        self._config = config
+        self._server: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._all_gone = asyncio.Event()
+
+    async def start(self) -> int:
+        """Listen. Returns the port.
+
+        Raises:
+            OSError: the port is in use, or the host is none of this machine.
+        """
+        listen = self._config.listen
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self), listen.host.strip("[]"), listen.http
+        )
+        self._sweep()
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def drain(self) -> None:
+        """Let Envoy go elsewhere: take no connection, and close each after its next answer.
+
+        Returns when all are closed, at the latest after `drain` seconds.
+        """
+        assert self._server is not None
+        self.draining = True
+        self._server.close()
+        if self.connections:
+            try:
+                async with asyncio.timeout(self._config.drain):
+                    await self._all_gone.wait()
+            except TimeoutError:
+                log.debug("%d connections of Envoy were left", len(self.connections))
+
+    async def stop(self) -> None:
+        """Close all, and end every open pick as aborted."""
+        if self._server is not None:
+            self._server.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self.connections):
+            connection.close()
+        self.tickets.abandon()
+
+    def gone(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._all_gone.set()
+
+    def _sweep(self) -> None:
+        self.tickets.sweep()
+        for connection in list(self.connections):
+            connection.sweep()
+        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+
+class Connection(asyncio.Protocol):
+    """One connection of Envoy's: requests come and are answered in order."""
+
+    __slots__ = (
+        "_body",
+        "_broken",
+        "_head_bytes",
+        "_header_count",
+        "_headers",
+        "_in_body",
+        "_length",
+        "_parser",
+        "_server",
+        "_sweeps",
+        "_transport",
+        "_url",
+    )
+
+    def __init__(self, server: LeanServer) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._head_bytes = 0
+        self._sweeps = 0  # while a request is unfinished
+        self._reset()
+
+    def _reset(self) -> None:
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._header_count = 0
+        self._body: list[bytes] = []
+        self._length = 0
+        self._in_body = False
+        self._broken: Refusal | None = None
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        connections = self._server.connections
+        connections.add(self)
+        if len(connections) > MAX_CONNECTIONS:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._forget_body()
+        self._server.gone(self)
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:  # it asks, and does not read what we answer
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not self._in_body:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._break(400, "bad_request", "Upgrade and CONNECT are not answered here")
+        except httptools.HttpParserError:
+            self._break(400, "bad_request", "the picker was sent something else than HTTP/1.1")
+        if not self._in_body and self._head_bytes > MAX_HEAD:
+            self._break(431, "bad_request", f"the headers are longer than {MAX_HEAD} bytes")
+        if self._broken is not None:
+            self._answer(self._broken, last=True)
+
+    def sweep(self) -> None:
+        """Called twice a second: a request that does not end is given up."""
+        if self._head_bytes or self._in_body:
+            self._sweeps += 1
+            if self._sweeps > SLOW:
+                self.close()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # httptools' callbacks
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_count += 1
+        if self._header_count > MAX_HEADERS:
+            self._break(431, "bad_request", f"there are more than {MAX_HEADERS} headers")
+            return
+        key = _USUAL.get(name)
+        if key is None:
+            key = name.decode("latin-1").lower()
+        elif not key:
+            return
+        text = value.decode("latin-1")
+        headers = self._headers
+        headers[key] = f"{headers[key]},{text}" if key in headers else text
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        length = self._headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20 and int(length) > self._server.max_body:
+            self._too_large()
+        elif "expect" in self._headers and self._transport is not None:
+            self._transport.write(_CONTINUE)
+
+    def on_body(self, data: bytes) -> None:
+        if self._broken is not None:
+            return
+        self._length += len(data)
+        self._server.held += len(data)
+        self._body.append(data)
+        if self._length > self._server.max_body:
+            self._too_large()
+        elif self._server.held > MAX_HELD_BODIES * self._server.max_body:
+            self._break(503, "busy", "too many bodies are being sent", retry_after=1)
+
+    def on_message_complete(self) -> None:
+        if self._broken is not None or self._transport is None or self._transport.is_closing():
+            return
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        last = self._server.draining or not self._parser.should_keep_alive()
+        self._answer(self._pick(body), last=last)
+        self._forget_body()
+        self._reset()
+        self._head_bytes = self._sweeps = 0
+
+    # What it is about
+
+    def _pick(self, body: bytes) -> str | Refusal | None:
+        """Where to go, or why nowhere, or None when something failed."""
+        try:
+            path = self._url
+            if not path.startswith(_PREFIX):
+                raise Refusal(404, "not_found", f"only paths under {PICK_PATH} are answered here")
+            name = self._headers.get(STREAM)
+            if not name:
+                raise Refusal(
+                    400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
+                )
+            request = parse(
+                self._parser.get_method().decode("latin-1"),
+                path[len(_PREFIX) :].decode("latin-1"),
+                self._headers,
+                body,
+            )
+            pick = self._server.director.pick(request)
+            self._server.tickets.open(name, pick)
+            return pick.destination
+        except Refusal as refusal:
+            return refusal
+        except Exception:
+            log.exception("a pick failed")
+            return None
+
+    def _answer(self, answer: str | Refusal | None, *, last: bool) -> None:
+        transport = self._transport
+        assert transport is not None
+        end = _LAST if last else _END
+        if isinstance(answer, str):
+            transport.write(_PICKED + answer.encode("latin-1") + end)
+        elif answer is None:
+            transport.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0" + end)
+        else:
+            no_body = self._parser.get_method() == b"HEAD"
+            transport.write(_refused(answer, end, no_body=no_body))
+        if last:
+            transport.close()
+
+    def _too_large(self) -> None:
+        limit = self._server.max_body
+        self._break(413, "body_too_large", f"the request body is over the limit of {limit} bytes")
+
+    def _break(
+        self, status: int, reason: str, message: str, *, retry_after: int | None = None
+    ) -> None:
+        """Answer no more on this connection but this."""
+        if self._broken is None:
+            self._broken = Refusal(status, reason, message, retry_after=retry_after)
+
+    def _forget_body(self) -> None:
+        self._server.held -= self._length
+        self._length = 0
+        self._body = []
+
+
+def _refused(refusal: Refusal, end: bytes, *, no_body: bool) -> bytes:
+    body = refusal.body
+    if refusal.status < 500:
+        lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
+        lines += [f"{name}: {value}" for name, value in refusal.headers]
+        lines.append(f"content-length: {len(body)}")
+        return "\r\n".join(lines).encode("latin-1") + end + (b"" if no_body else body)
+    # ASCII, so that it passes as a header; DEL is all that JSON leaves of the control characters.
+    text = json.dumps(json.loads(body)).replace("\x7f", "\\u007f")
+    lines = ["HTTP/1.1 200 OK", "content-length: 0", f"{REFUSED}: {refusal.reason}"]
+    lines.append(f"{REFUSAL}: {text}")
+    if refusal.retry_after is not None:
+        lines.append(f"{RETRY_AFTER}: {refusal.retry_after}")
+    return "\r\n".join(lines).encode("ascii") + end
