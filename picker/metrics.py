@@ -264,12 +264,14 @@ class PickerMetrics:
         return self._add_model(name) if model is None else model
 
     def _add_model(self, name: str | None) -> _Model:
-        """The numbers of a name's label. Names are only kept while there are few, and short."""
+        """The numbers of a name's label; names are kept while there are few."""
         label = _label(name)
         if label not in self._models and len(self._models) >= self._max_models:
-            return self._models.setdefault(OTHER, _Model())
-        model = self._models.setdefault(label, _Model())
-        if len(self._by_name) < self._max_models and len(name or "") <= MAX_NAME:
+            label = OTHER
+        model = self._models.get(label)
+        if model is None:
+            model = self._models[label] = _Model()
+        if label != OTHER and len(self._by_name) < self._max_models:
             self._by_name[name] = model
         return model
 

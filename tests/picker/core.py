@@ -30,6 +30,7 @@ class Core:
         models: Sequence[str] = (),
         scorers: dict[str, float] | None = None,
         journal_size: int = 1024,
+        max_models: int = 1000,
     ) -> None:
         self.now = 1000.0
         config = Config()
@@ -37,7 +38,7 @@ class Core:
         self.pool = Pool("test")
         self.load = Load(self.pool, clock=lambda: self.now)
         self.prefix = ApproximatePrefix(self.pool, Prefix())
-        self.metrics = PickerMetrics()
+        self.metrics = PickerMetrics(max_models)
         self.pool.listen(self.metrics)
         self.journal = Journal(journal_size)
         self.director = Director(

@@ -252,10 +252,10 @@ def test_twenty_thousand_picks_leave_nothing_behind_but_what_is_bounded() -> Non
 
     def some(start: int, count: int) -> None:
         for number in range(start, start + count):
-            pick = core.director.pick(completion([number % 50] * 200, model=f"m{number}"))
+            pick = core.director.pick(completion([number % 50] * 100, model=f"m{number}"))
             pick.response_started(200, PODS[number % 3])
             pick.first_token()
-            pick.end(list(Outcome)[number % 3], Usage(200, 10, 10))
+            pick.end(list(Outcome)[number % 3], Usage(100, 10, 10))
             if number % 500 == 0:
                 core.update(PODS[number % 2 :])
 
