@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import tracemalloc
 from collections.abc import Sequence
 
@@ -277,21 +278,23 @@ def test_many_unique_prompts_stay_within_the_room() -> None:
     assert (index.blocks, len(index)) == (0, 0)
 
 
-def test_one_prompt_asked_for_ever_takes_no_more_memory() -> None:
+@pytest.mark.parametrize("prompts", [1, 2, 10])
+def test_the_same_prompts_for_ever_take_no_more_memory(prompts: int) -> None:
     """Also while something older is never used again, and so always first to be evicted."""
-    index = index_of(1, blocks=3000)
+    index = index_of(1, blocks=5000)
     index.learn(0, [*range(500)])
-    hot = [*range(10_000, 11_000)]
+    hot = [[*range(start, start + 100)] for start in range(10_000, 10_000 + 100 * prompts, 100)]
+    order = random.Random(1)
     tracemalloc.start()
     try:
         sizes = []
         for _ in range(3):
-            for _ in range(100):
-                index.learn(0, hot)
+            for _ in range(1000):
+                index.learn(0, order.choice(hot))
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert sizes[2] < sizes[0] + 20_000  # 200 uses without a bound would be 1.6 MB
-    index.resize(0, 1200)
+    assert sizes[2] < sizes[0] + 100_000  # if each use were kept, 1.6 MB
+    index.resize(0, 100 * prompts + 200)
     assert index.match([*range(500)])[0] == 200
-    assert index.match(hot)[0] == 1000
+    assert [index.match(keys)[0] for keys in hot] == [100] * prompts
