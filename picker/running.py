@@ -1,0 +1,126 @@
+"""A picker process's life: start, take over what changes in its file, drain on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from picker.config import Config
+from picker.service import Service
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5  # between two looks at the file
+
+
+async def run(config: Config, path: Path | None, read: Callable[[], Config]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    Args:
+        config: to begin with.
+        path: of the file it came from, which is watched.
+        read: reads it again; raises ValueError when it cannot be used.
+
+    Raises:
+        OSError: a port cannot be had.
+    """
+    started = time.monotonic()
+    service = Service(config)
+    watching: asyncio.Task[None] | None = None
+    with stop_signals() as (stop, hurry):
+        try:
+            ports = await service.start()
+            if path is not None:
+                watching = asyncio.create_task(watch(path, read, service.reload))
+            await _either(service.until_ready(), stop.wait())
+            gc.collect()
+            gc.freeze()  # what is here now stays: no later collection need look at it
+            if not stop.is_set():
+                log.info(
+                    "Ready in %.1f s for %d pods: ext_proc on %s:%d, lean HTTP on %d, health on "
+                    "%d, http://%s:%d for /metrics and /debug",
+                    time.monotonic() - started,
+                    service.num_endpoints,
+                    config.listen.host,
+                    ports.grpc,
+                    ports.http,
+                    ports.health,
+                    config.listen.host,
+                    ports.admin,
+                )
+            await stop.wait()
+            await _either(service.drain(), hurry.wait())
+        finally:
+            if watching is not None:
+                watching.cancel()
+            await service.stop()
+
+
+async def watch(
+    path: Path,
+    read: Callable[[], Config],
+    apply: Callable[[Config], None],
+    poll_seconds: float = POLL_SECONDS,
+) -> None:
+    """Apply a file's configuration whenever it has changed, until cancelled.
+
+    A change is taken up once it has stood still from one look to the next: an editor may write in
+    steps. A file replaced by another, or through a symbolic link as Kubernetes does with a
+    ConfigMap, is a change. One that cannot be used is logged, and the old one stays in force.
+    """
+    taken = seen = None  # so the file is read once more: it may have changed since it was
+    while True:
+        await asyncio.sleep(poll_seconds)
+        last, seen = seen, _signature(path)
+        if seen == taken or seen != last:
+            continue
+        taken = seen
+        try:
+            apply(await asyncio.to_thread(read))
+        except ValueError as problem:
+            log.error("The old configuration stays in force: %s", problem)
+
+
+def _signature(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes when a file does; None without a file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+async def _either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait for the first of some coroutines, and drop the others; its error is ours."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+@contextmanager
+def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and for the second SIGTERM or SIGINT."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def receive() -> None:
+        (second if first.is_set() else first).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, receive)
+    try:
+        yield first, second
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

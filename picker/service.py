@@ -1,0 +1,218 @@
+"""The picker put together from a configuration: every part made, started and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from picker.access_log import AccessLogService
+from picker.admin import AdminServer, Views
+from picker.config import Config
+from picker.director import Director
+from picker.health import Health, HealthServer
+from picker.journal import Journal
+from picker.lean import LeanServer
+from picker.load import Load
+from picker.metrics import PickerMetrics
+from picker.pool import Pool
+from picker.prefix.approximate import ApproximatePrefix
+from picker.schedule import Scheduler
+from picker.scrape import Scraper
+from picker.server import ExtProcServer
+from picker.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+LAME_SECONDS = 1.0  # between "not ready" and closed doors: for probes to see it
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a service listens."""
+
+    grpc: int
+    http: int
+    health: int
+    admin: int
+
+
+class Service:
+    """One picker.
+
+    `start`, `until_ready`, then serve; `reload` at any time; `drain` for an orderly end, and `stop`
+    in every case.
+
+    Raises:
+        ValueError: the configuration names what there is not.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._pool = Pool(config.pool.name)
+        self._load = Load(self._pool, config.metrics.stale_after)
+        self._prefix = ApproximatePrefix(self._pool, config.prefix)
+        self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
+        self._metrics = PickerMetrics()
+        self._pool.listen(self._metrics)
+        self._journal = Journal()
+        scheduler = Scheduler(config.scheduling)
+        self.director = Director(
+            pool=self._pool,
+            load=self._load,
+            prefix=self._prefix,
+            scheduler=scheduler,
+            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            metrics=self._metrics,
+            journal=self._journal,
+            models=frozenset(config.models),
+        )
+        self._pool.update(config.pool.endpoints)
+        self._not_ready: str | None = "starting"
+        self._servers: _Servers | None = None
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests are not welcome; None when they are."""
+        return self._not_ready
+
+    @property
+    def num_endpoints(self) -> int:
+        return len(self._pool.endpoints)
+
+    async def start(self) -> Ports:
+        """Listen and look at the pods. The service answers now, but is not ready yet.
+
+        Raises:
+            OSError: a port cannot be had. What has started is left for `stop`.
+        """
+        listen = self.config.listen
+        self._servers = servers = _Servers(self.director, self.config, self._views())
+        ports = Ports(
+            grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
+            http=await _listen(servers.lean, listen.host, listen.http, "http"),
+            health=await _listen(servers.health_server, listen.host, listen.health, "health"),
+            admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
+        )
+        await self._scraper.start()
+        return ports
+
+    async def until_ready(self) -> None:
+        """Wait until each pod has told its load or failed to; from then on the service is ready."""
+        await self._scraper.first_round()
+        assert self._servers is not None, "started"
+        self._not_ready = None
+        self._servers.health.set_ready(True)
+
+    async def drain(self) -> None:
+        """No longer ready; then take nothing new, and wait for what runs, `config.drain` long."""
+        assert self._servers is not None, "started"
+        self._not_ready = "draining"
+        self._servers.health.set_ready(False)
+        await asyncio.sleep(min(LAME_SECONDS, self.config.drain))
+        log.info("Draining, for at most %g s", self.config.drain)
+        await asyncio.gather(self._servers.ext_proc.drain(), self._servers.lean.drain())
+
+    async def stop(self) -> None:
+        """End everything now."""
+        self._not_ready = "stopped"
+        await self._scraper.stop()
+        if self._servers is not None:
+            await self._servers.stop()
+
+    def reload(self, config: Config) -> None:
+        """Take over the endpoints of a configuration, which the pool checks; the rest is told.
+
+        Raises:
+            ValueError: endpoints that there cannot be; nothing has changed then.
+        """
+        endpoints = config.pool.endpoints
+        before = set(self._pool.endpoints)
+        self._pool.update(endpoints)
+        after = set(self._pool.endpoints)
+        if before != after:
+            log.info(
+                "The pool has %d endpoints: %d came, %d left",
+                len(after),
+                len(after - before),
+                len(before - after),
+            )
+        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
+        self.config = msgspec.structs.replace(self.config, pool=pool)
+        if changed := _differing(self.config, config):
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
+            )
+
+    def _views(self) -> Views:
+        return Views(
+            pool=self._pool,
+            load=self._load,
+            prefix=self._prefix,
+            journal=self._journal,
+            metrics=self._metrics,
+            config=lambda: self.config,
+            not_ready=lambda: self._not_ready,
+        )
+
+
+class _Servers:
+    """All that listens."""
+
+    def __init__(self, director: Director, config: Config, views: Views) -> None:
+        self.ext_proc = ExtProcServer(director, config)
+        self.lean = LeanServer(director, config)
+        AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
+        self.health = Health()
+        self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
+        self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
+        self.admin = AdminServer(views, config.listen.host, config.listen.admin)
+
+    async def stop(self) -> None:
+        """In the order in which nobody is asked who is gone; the admin pages last."""
+        await self.lean.stop()
+        await self.ext_proc.stop()
+        await self.health_server.stop()
+        await self.admin.stop()
+
+
+class _Startable(Protocol):
+    async def start(self) -> int: ...
+
+
+async def _listen(server: _Startable, host: str, port: int, key: str) -> int:
+    """Start a server; an error names the key that would move it elsewhere."""
+    try:
+        return await server.start()
+    except OSError as problem:
+        why = os.strerror(problem.errno) if problem.errno else "it is taken, or not this machine's"
+        raise OSError(
+            problem.errno, f"cannot listen on {host}, port {port} (listen.{key}): {why}"
+        ) from problem
+
+
+def check_config(config: Config) -> None:
+    """Raises ValueError when no service can be made of a configuration."""
+    Service(config)
+
+
+def _differing(old: Config, new: Config) -> list[str]:
+    """Keys whose values differ, as the file writes them; sections by their keys."""
+    found: list[str] = []
+    for field in msgspec.structs.fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if before == after:
+            continue
+        if isinstance(before, msgspec.Struct):
+            found += [
+                f"{field.encode_name}.{inner.encode_name}"
+                for inner in msgspec.structs.fields(before)
+                if getattr(before, inner.name) != getattr(after, inner.name)
+            ]
+        else:
+            found.append(field.encode_name)
+    return found
