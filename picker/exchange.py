@@ -35,12 +35,12 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
 from picker.director import Outcome, Pick
+from picker.envoy.names import DESTINATION, OWNED_PREFIXES
 from picker.refusal import Refusal
 from picker.usage import UsageReader
 
 MAX_CHUNK = 62_000  # bytes of a body in one answer, as the reference picker has it
 
-DESTINATION = "x-gateway-destination-endpoint"
 REQUEST_ID = "x-request-id"
 
 OWNED_HEADERS = (  # of the picker alone: what a client sends under these names never reaches a pod
@@ -52,7 +52,6 @@ OWNED_HEADERS = (  # of the picker alone: what a client sends under these names 
     "x-kv-cache-source-host-port",
     "x-data-parallel-host-port",
 )  # DESTINATION is not among them: it is overwritten
-OWNED_PREFIXES = ("x-gateway-destination-endpoint-", "x-warmpath-")
 
 
 class BodyMode(IntEnum):
@@ -93,7 +92,7 @@ class Steer:
 
     message: Message  # the one that this answers: the request's headers or body
     destination: str  # for the header DESTINATION and the metadata of the same name
-    request_id: str | None  # set as a header, unless None
+    request_id: str | None  # set as a header, unless None: the client's is as good
     remove: Sequence[str]  # headers, besides OWNED_HEADERS
     responses_off: BodyMode | None = None  # see Await
 
@@ -132,6 +131,7 @@ class Exchange:
         "_path",
         "_pick",
         "_read_usage",
+        "_refused",
         "_request_done",
         "_request_mode",
         "_response_mode",
@@ -142,14 +142,23 @@ class Exchange:
         "over",
     )
 
-    def __init__(self, route: Route, *, max_body: int, read_usage: bool) -> None:
+    def __init__(
+        self,
+        route: Route,
+        refused: Callable[[Refusal], None],
+        *,
+        max_body: int,
+        read_usage: bool,
+    ) -> None:
         """
         Args:
             route: called once, with the complete request.
+            refused: told of a refusal that is not `route`'s.
             max_body: bytes of a request's body; a longer one is refused with 413.
             read_usage: look for token usage in the response's body.
         """
         self._route = route
+        self._refused = refused
         self._max_body = max_body
         self._read_usage = read_usage
         self._request_mode = BodyMode.FULL_DUPLEX_STREAMED
@@ -228,7 +237,7 @@ class Exchange:
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
             return self._release(trailers=True)
         # An Envoy that buffers has nothing left to answer that could carry the endpoint.
-        return [self._refuse(Refusal(400, "missing_body", "the request has trailers but no body"))]
+        return [self._refuse(400, "missing_body", "the request has trailers but no body")]
 
     def _release(self, *, trailers: bool) -> Sequence[Reply]:
         """The held request is complete: let it go."""
@@ -257,14 +266,19 @@ class Exchange:
                 )
             )
         except Refusal as refusal:
-            return [self._refuse(refusal)]
+            self._give_up()
+            return [refusal]
         self._pick = pick
         return [
             Steer(
                 message,
                 pick.destination,
-                None if headers.get(REQUEST_ID) else pick.request_id,
-                [name for name in headers if name.startswith(OWNED_PREFIXES)],
+                None if headers.get(REQUEST_ID) == pick.request_id else pick.request_id,
+                [
+                    name
+                    for name in headers
+                    if name.startswith(OWNED_PREFIXES) and name != DESTINATION
+                ],
                 self._responses_off() if message is Message.REQUEST_HEADERS else None,
             )
         ]
@@ -281,14 +295,19 @@ class Exchange:
 
     def _too_large(self) -> Refusal:
         limit = self._max_body
-        return self._refuse(
-            Refusal(413, "body_too_large", f"the body is longer than {limit} bytes, the limit here")
-        )
+        message = f"the request body is over the limit of {limit} bytes"
+        return self._refuse(413, "body_too_large", message)
 
-    def _refuse(self, refusal: Refusal) -> Refusal:
+    def _refuse(self, status: int, reason: str, message: str) -> Refusal:
+        """A refusal of our own."""
+        refusal = Refusal(status, reason, message)
+        self._refused(refusal)
+        self._give_up()
+        return refusal
+
+    def _give_up(self) -> None:
         self.over = self._request_done = True
         self._chunks.clear()
-        return refusal
 
     # The response
 

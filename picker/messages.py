@@ -23,8 +23,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.struct_pb2 import Value  # type: ignore[import-untyped]
 
+from picker.envoy.names import DESTINATION, LB_NAMESPACE, SERVED
 from picker.exchange import (
-    DESTINATION,
     MAX_CHUNK,
     OWNED_HEADERS,
     REQUEST_ID,
@@ -38,10 +38,8 @@ from picker.exchange import (
 )
 from picker.refusal import Refusal
 
-LB = "envoy.lb"  # namespace of metadata
 SUBSET_HINT = "envoy.lb.subset_hint"
 SUBSET = "x-gateway-destination-endpoint-subset"
-SERVED = "x-gateway-destination-endpoint-served"
 
 
 class Malformed(ValueError):
@@ -121,7 +119,7 @@ def subset_hint(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 def served_by(message: ProcessingRequest) -> str | None:
     """The endpoint that a response comes from: told by the gateway, else by Envoy's attributes."""
-    value = _metadata(message, LB, SERVED)
+    value = _metadata(message, LB_NAMESPACE, SERVED)
     if value is not None and value.string_value:
         return str(value.string_value).strip()
     for attributes in message.attributes.values():
@@ -202,7 +200,7 @@ def _steer(reply: Steer) -> bytes:
         _set(mutation.set_headers, REQUEST_ID, reply.request_id)
     mutation.remove_headers.extend(OWNED_HEADERS)
     mutation.remove_headers.extend(reply.remove)
-    lb = response.dynamic_metadata.fields[LB].struct_value
+    lb = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     lb.fields[DESTINATION].string_value = reply.destination
     if reply.responses_off is not None:
         _responses_off(response, reply.responses_off)

@@ -17,7 +17,7 @@ from picker.director import Director, Pick
 from picker.exchange import Exchange, HttpRequest
 from picker.messages import Malformed, encode, tell
 from picker.refusal import Refusal
-from picker.request import LLMRequest, parse
+from picker.request import parse
 
 log = logging.getLogger(__name__)
 
@@ -104,11 +104,15 @@ class ExtProcServer:
         self._streams += 1
         self._idle.clear()
         exchange = Exchange(
-            self._route, max_body=self._config.max_body, read_usage=self._config.usage
+            self._route,
+            self._director.refused,
+            max_body=self._config.max_body,
+            read_usage=self._config.usage,
         )
         try:
             if self._streams > MAX_STREAMS:
-                await self._refuse(context, "too_many_streams")
+                await context.read()
+                await self._refuse(context, "too many requests are in flight")
             else:
                 await self._converse(exchange, context)
         finally:
@@ -133,38 +137,43 @@ class ExtProcServer:
                     self._held += exchange.held - held
                     held = exchange.held
                     if self._held > self._held_limit:
-                        await self._refuse(context, "too_many_bodies")
+                        await self._refuse(context, "too many bodies are being sent")
                         return
                 for reply in replies:
                     await context.write(encode(reply))
         finally:
             self._held -= held
 
-    async def _refuse(self, context: grpc.aio.ServicerContext, reason: str) -> None:
-        """Answer a request for which there is no room."""
-        refusal = Refusal(
-            429, reason, "the gateway holds too many requests", retry_after=BUSY_RETRY_SECONDS
-        )
+    async def _refuse(self, context: grpc.aio.ServicerContext, why: str) -> None:
+        """Answer a request for which there is no room here."""
+        refusal = Refusal(503, "busy", why, retry_after=BUSY_RETRY_SECONDS)
+        self._director.refused(refusal)
         await context.write(encode(refusal))
 
     def _route(self, request: HttpRequest) -> Pick:
         """Raises Refusal."""
         try:
-            return self._director.pick(understand(request))
+            understood = parse(
+                request.method,
+                request.path,
+                request.headers,
+                request.body,
+                subset=request.subset,
+            )
+        except Refusal as refusal:
+            self._director.refused(refusal)
+            raise
+        try:
+            return self._director.pick(understood)
         except Refusal:
             raise
         except Exception:
-            log.exception("a request could not be routed")
-            raise Refusal(500, "internal_error", "the request could not be routed") from None
+            log.exception("a pick failed")
+            refusal = Refusal(500, "internal_error", "the request could not be routed")
+            self._director.refused(refusal)
+            raise refusal from None
 
 
 def message_limit(max_body: int) -> int:
     """Bytes of the longest message that gRPC lets through to us."""
     return MESSAGE_LIMIT_FACTOR * max_body + MESSAGE_MARGIN
-
-
-def understand(request: HttpRequest) -> LLMRequest:
-    """What is asked, as far as the body was shown. Raises Refusal."""
-    return parse(
-        request.method, request.path, request.headers, request.body or b"", subset=request.subset
-    )

@@ -40,7 +40,9 @@ class Talk:
         read_usage: bool = True,
     ) -> None:
         self.director = RecordingDirector()
-        self.exchange = Exchange(self.director.pick, max_body=max_body, read_usage=read_usage)
+        self.exchange = Exchange(
+            self.director.pick, self.director.refused, max_body=max_body, read_usage=read_usage
+        )
         if request is not None:
             self.exchange.modes(request, response)
 
@@ -266,9 +268,10 @@ def test_bodies_whose_headers_were_not_sent_pass() -> None:
 # Headers
 
 
-def test_the_request_id_is_set_only_when_it_is_missing() -> None:
+def test_the_request_id_is_set_where_it_is_missing_or_unfit() -> None:
     for headers, told in (
-        (POST, None),
+        (POST | {"x-request-id": "made-up-id"}, None),
+        (POST | {"x-request-id": "not fit for logs"}, "made-up-id"),
         ({":method": "POST", ":path": "/"}, "made-up-id"),
         (POST | {"x-request-id": ""}, "made-up-id"),
     ):
@@ -301,6 +304,7 @@ def test_a_length_over_the_limit_is_refused_at_once(mode: BodyMode | None, lengt
     assert refusal.status == 413
     assert talk.exchange.over
     assert talk.director.requests == []
+    assert talk.director.refusals == [refusal]
 
 
 def test_a_body_over_the_limit_is_refused_with_the_byte_too_much() -> None:
