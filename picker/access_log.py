@@ -18,7 +18,6 @@ from picker.tickets import Tickets
 from picker.usage import Usage, read_usage
 
 SERVICE = "envoy.service.accesslog.v3.AccessLogService"
-Context = grpc.aio.ServicerContext
 
 
 class AccessLogService:
@@ -36,7 +35,7 @@ class AccessLogService:
             (grpc.method_handlers_generic_handler(SERVICE, {"StreamAccessLogs": handler}),)
         )
 
-    async def _stream(self, _: Any, context: Context) -> bytes:
+    async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
         while (message := await context.read()) is not grpc.aio.EOF:
             for entry in message.http_logs.log_entry:
                 self.settle(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any as Json
 
 import yaml
@@ -18,11 +17,11 @@ from picker.envoy.parts import as_dict, socket
 ADMIN_HOST = "127.0.0.1"
 
 
-def bootstrap(config: Config, eds_path: Path | None = None) -> dict[str, Json]:
+def bootstrap(config: Config, *, discover: bool = False) -> dict[str, Json]:
     """Envoy's bootstrap for the profile of `config.envoy`, as JSON.
 
-    With `eds_path`, the pods are those that `clusters.write_endpoints` puts there, and may change
-    while Envoy runs; else those of `config.pool`.
+    With `discover`, the picker tells Envoy the endpoints, also when they change; else they are
+    those of `config.pool`, for good.
 
     Raises:
         ValueError: a port of the picker is 0, or an endpoint is no IP address with a port.
@@ -31,9 +30,9 @@ def bootstrap(config: Config, eds_path: Path | None = None) -> dict[str, Json]:
     for name in ("grpc", "http") if lean else ("grpc",):
         if not getattr(config.listen, name):
             raise ValueError(f"listen.{name} is 0: Envoy must know the picker's port")
-    addresses = [endpoint.address for endpoint in config.pool.endpoints]
+    addresses = None if discover else [spec.address for spec in config.pool.endpoints]
     upstreams = [
-        clusters.pods(addresses, eds_path, tell_served=not lean),
+        clusters.pods(addresses, tell_served=not lean),
         clusters.picker_grpc(config.listen.host, config.listen.grpc),
     ]
     if lean:

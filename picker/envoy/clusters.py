@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterable
 from datetime import timedelta
 from ipaddress import ip_address
-from pathlib import Path
 
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
@@ -21,11 +18,17 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     UpstreamConnectionOptions,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
+    ApiConfigSource,
+    ApiConfigSourceApiType,
+    ApiVersion,
+    BackoffStrategy,
     ConfigSource,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     KeepaliveSettings,
-    PathConfigSource,
+    RetryPolicy,
     TcpKeepalive,
     TypedExtensionConfig,
 )
@@ -50,10 +53,10 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.google.protobuf import Any
 
-from picker.envoy.names import DESTINATION, LB_NAMESPACE, SERVED
-from picker.envoy.parts import NO_LIMIT, as_dict, extension, socket, split_address
+from picker.envoy.names import DESTINATION, LB_NAMESPACE, PODS, SERVED
+from picker.envoy.parts import NO_LIMIT, extension, socket
+from picker.pool import parse_address
 
-PODS = "pods"
 PICKER_GRPC = "picker-grpc"
 PICKER_HTTP = "picker-http"
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
@@ -62,28 +65,23 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _POD_IDLE = timedelta(seconds=4)
 
 
-def pods(endpoints: Iterable[str], eds_path: Path | None, *, tell_served: bool) -> Cluster:
+def pods(endpoints: Iterable[str] | None, *, tell_served: bool) -> Cluster:
     """The pool: the picker's choice, and round robin where there is none.
 
-    `endpoints` are "ip:port"; with `eds_path` they are read from that file instead, again each
-    time another file is moved in its place. `tell_served` puts the endpoint that serves into
-    dynamic metadata, where ext_proc finds it.
+    Args:
+        endpoints: "ip:port" each; None: those that the picker tells, now and at each change.
+        tell_served: put the endpoint that serves into dynamic metadata, where ext_proc finds it.
     """
-    cluster = _cluster(
-        PODS,
-        HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
-        idle=_POD_IDLE,
-    )
+    protocol = HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions())
+    cluster = _cluster(PODS, protocol, idle=_POD_IDLE)
     cluster.load_balancing_policy = _picked_host(tell_served)
     cluster.outlier_detection = _outliers()
-    if eds_path is None:
-        cluster.type = ClusterDiscoveryType.STATIC
-        cluster.load_assignment = _assignment(PODS, map(split_address, endpoints))
-    else:
+    if endpoints is None:
         cluster.type = ClusterDiscoveryType.EDS
-        cluster.eds_cluster_config = ClusterEdsClusterConfig(
-            eds_config=ConfigSource(path_config_source=PathConfigSource(path=str(eds_path)))
-        )
+        cluster.eds_cluster_config = ClusterEdsClusterConfig(eds_config=_told_by_picker())
+    else:
+        cluster.type = ClusterDiscoveryType.STATIC
+        cluster.load_assignment = _assignment(PODS, map(parse_address, endpoints))
     return cluster
 
 
@@ -102,19 +100,6 @@ def picker_http(host: str, port: int) -> Cluster:
     """The picker's HTTP port, of the lean profile."""
     protocol = HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions())
     return _at(_cluster(PICKER_HTTP, protocol), host, port)
-
-
-def write_endpoints(path: Path, endpoints: Iterable[str]) -> None:
-    """Put the pool's "ip:port" where a bootstrap with `eds_path` looks, all at once."""
-    assignment = Any.pack(_assignment(PODS, map(split_address, endpoints)))
-    page = json.dumps({"resources": [as_dict(assignment)]})
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=path.name, suffix=".new", delete=False
-    ) as file:
-        file.write(page)
-    written = Path(file.name)
-    written.chmod(0o644)
-    written.replace(path)
 
 
 def _cluster(
@@ -161,6 +146,24 @@ def _assignment(cluster: str, addresses: Iterable[tuple[str, int]]) -> ClusterLo
     ]
     return ClusterLoadAssignment(
         cluster_name=cluster, endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)]
+    )
+
+
+def _told_by_picker() -> ConfigSource:
+    back_off = BackoffStrategy(
+        base_interval=timedelta(milliseconds=500), max_interval=timedelta(seconds=2)
+    )
+    grpc = GrpcServiceEnvoyGrpc(
+        cluster_name=PICKER_GRPC, retry_policy=RetryPolicy(retry_back_off=back_off)
+    )
+    return ConfigSource(
+        api_config_source=ApiConfigSource(
+            api_type=ApiConfigSourceApiType.GRPC,
+            transport_api_version=ApiVersion.V3,
+            grpc_services=[GrpcService(envoy_grpc=grpc)],
+        ),
+        resource_api_version=ApiVersion.V3,
+        initial_fetch_timeout=timedelta(seconds=5),  # then Envoy starts without endpoints
     )
 
 

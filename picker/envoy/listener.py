@@ -49,8 +49,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy import lean, standard
-from picker.envoy.clusters import PODS
-from picker.envoy.names import OWNED_PREFIXES
+from picker.envoy.names import OWNED_PREFIXES, PODS
 from picker.envoy.parts import extension, http_filter, set_header, socket
 from picker.refusal import Refusal
 

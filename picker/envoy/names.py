@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+PODS = "pods"  # the cluster of the pool's endpoints
+
 DESTINATION = "x-gateway-destination-endpoint"  # the picked endpoints, best first
 SERVED = "x-gateway-destination-endpoint-served"  # in dynamic metadata: the one that served
 LB_NAMESPACE = "envoy.lb"  # dynamic metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Any as Json
 from typing import cast
 
@@ -25,21 +24,6 @@ NO_LIMIT = 1 << 30  # of circuit breakers: the picker and the pods know better
 def socket(host: str, port: int) -> Address:
     """A TCP address, such as ("::1", 8001); brackets around IPv6 are taken off."""
     return Address(socket_address=SocketAddress(address=host.strip("[]"), port_value=port))
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """ "10.0.0.1:8000" or "[2001:db8::1]:8000" as host, without brackets, and port.
-
-    Raises:
-        ValueError: the host is no IP address: Envoy sends to addresses that the picker names.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        return str(ip_address(host.strip("[]"))), int(port)
-    except ValueError:
-        raise ValueError(
-            f"pool.endpoints: {address!r} is not an IP address and a port, such as 10.0.0.1:8000"
-        ) from None
 
 
 def as_dict(message: Message) -> dict[str, Json]:
