@@ -329,8 +329,8 @@ async def test_a_process_serves_takes_over_its_file_and_drains(tmp_path: Path) -
             port = int(lines[-1].split("http://127.0.0.1:")[1].split()[0])
             path.write_text(text_of(first, second, more="drain: 5s"))
             async with asyncio.timeout(DEADLINE):
-                while second not in (await get(port, "/debug/state"))[1]:
-                    await asyncio.sleep(0.05)  # noqa: ASYNC110  # of another process
+                while second not in (await get(port, "/debug/state"))[1]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(DEADLINE):
                 assert await process.wait() == 0
