@@ -65,6 +65,8 @@ def test_a_prompt_is_expected_where_it_was_sent() -> None:
     match = cluster.prefix.match(request(TEXT[:640]))
     assert match.tokens.dtype == np.float32
     assert match.tokens.tolist() == [0, 160, 0, *[0] * (cluster.pool.capacity - 3)]
+    assert match.blocks.tolist() == [0, 10, 0, *[0] * (cluster.pool.capacity - 3)]
+    assert len(match.keys) == 10
 
 
 def test_the_next_turn_finds_the_turns_before() -> None:
