@@ -22,6 +22,7 @@ MAX_PICKS = 4096  # of one pod, whose times are kept until a scrape has seen the
 
 _NO_ADAPTERS = Adapters()
 _WAITING, _RUNNING, _KV_USAGE, _INFLIGHT, _TOKENS = range(5)  # rows of the table
+_ADDRESSES, _LABELS, _ADAPTERS = range(3)  # rows of the objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ class Load:
         self._trusted_until = np.zeros(0)
         self._cold_at = np.zeros(0)
         self._pods: list[_Pod] = []  # by slot
-        self._labels: list[Mapping[str, str]] = []
-        self._addresses: list[str] = []
+        self._objects = np.zeros((3, 0), object)  # addresses, labels, adapters
         pool.listen(self)
         self._all = self._every_row()
 
@@ -187,6 +187,7 @@ class Load:
         adapters = report.adapters or _NO_ADAPTERS
         if adapters != pod.adapters:
             pod.adapters = adapters
+            self._objects[_ADAPTERS, slot] = adapters
             if self._all.revision == self._pool.revision:
                 self._all.adapters[int(np.searchsorted(self._all.slots, slot))] = adapters
         if pod.error is not None:
@@ -248,6 +249,7 @@ class Load:
             self._table = np.pad(self._table, ((0, 0), (0, more)))
             self._trusted_until = np.pad(self._trusted_until, (0, more))
             self._cold_at = np.pad(self._cold_at, (0, more))
+            self._objects = np.pad(self._objects, ((0, 0), (0, more)))
             self._pods += [_Pod() for _ in range(more)]
         self._clear(endpoint)
 
@@ -257,6 +259,7 @@ class Load:
     def _clear(self, endpoint: Endpoint) -> None:
         slot = endpoint.slot
         self._pods[slot] = _Pod()
+        self._objects[_ADAPTERS, slot] = _NO_ADAPTERS
         self._table[:, slot] = 0.0
         self._table[: _KV_USAGE + 1, slot] = nan
         self._trusted_until[slot] = -inf
@@ -265,23 +268,22 @@ class Load:
     # Rows of Pods
 
     def _every_row(self) -> _Rows:
-        """The rows of all endpoints, and what to look up by slot."""
-        capacity = self._pool.capacity
-        self._addresses, self._labels = [""] * capacity, [{}] * capacity
+        """The rows of all endpoints, with the labels that they have now."""
         for endpoint in self._pool.endpoints.values():
-            self._addresses[endpoint.slot] = endpoint.address
-            self._labels[endpoint.slot] = endpoint.labels
+            self._objects[_ADDRESSES, endpoint.slot] = endpoint.address
+            self._objects[_LABELS, endpoint.slot] = endpoint.labels
         return self._rows(self._pool.slots)
 
     def _rows(self, slots: NDArray[np.intp]) -> _Rows:
-        chosen, pods = slots.tolist(), self._pods
+        addresses, labels, adapters = self._objects[:, slots].tolist()
+        count = len(slots)
         return _Rows(
             slots,
-            [self._addresses[slot] for slot in chosen],
-            [self._labels[slot] for slot in chosen],
-            [pods[slot].adapters for slot in chosen],
-            np.zeros(len(chosen), np.bool_),
-            not chosen or chosen[-1] == len(chosen) - 1,
+            addresses,
+            labels,
+            adapters,
+            np.zeros(count, np.bool_),
+            count == 0 or int(slots[-1]) == count - 1,
             self._pool.revision,
         )
 
