@@ -39,7 +39,7 @@ class Warm:
 
     required: ClassVar[bool] = False
     share: float = 0.8
-    slack: float = 65_536.0
+    slack: float = 8192.0
     waiting_tokens: float = 256.0  # that a request in a pod's queue counts at least
 
     def __post_init__(self) -> None:

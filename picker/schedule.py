@@ -18,8 +18,18 @@ from picker.refusal import Refusal
 from scorers import SCORERS
 from scorers.pods import Column, Pods, Request
 
-DEFAULT_SCORERS: Mapping[str, float | dict[str, Any]] = {"uncached": 1.0, "inflight": 0.25}
-"""Stick to the warm pod until it is saturated, then spread by uncached tokens."""
+DEFAULT_SCORERS: Mapping[str, float | dict[str, Any]] = {
+    "uncached": 1.0,
+    "inflight": 0.25,
+    "noHitLru": 0.01,
+}
+"""Stick to the warm pod until it is saturated, then spread by uncached tokens.
+
+By the scorers' spans, one request more in flight weighs as much as 256 uncached tokens ahead, and
+taking cold prompts in turn decides only among pods within 655 tokens. bench/policies.py shows what
+the numbers are worth: half the patience gives up warm pods too early, twice of it lets a prefix
+that everybody shares overload its pod; so does half the weight of a request in flight.
+"""
 
 FRESH = "fresh"  # the filter that always comes first
 EXPLAINED = 100  # candidates that a decision keeps, the best: decisions are kept by the thousand
