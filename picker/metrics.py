@@ -241,10 +241,12 @@ class PickerMetrics:
             return
         model.input_tokens.observe(usage.prompt_tokens)
         model.output_tokens.observe(usage.completion_tokens)
-        model.cached_tokens.observe(usage.cached_tokens)
-        pod.prompt_tokens += usage.prompt_tokens
-        pod.predicted_tokens += pick.prompt_tokens - pick.uncached_tokens
-        pod.cached_tokens += usage.cached_tokens
+        cached = usage.cached_tokens
+        if cached is not None:
+            model.cached_tokens.observe(cached)
+            pod.prompt_tokens += usage.prompt_tokens
+            pod.predicted_tokens += pick.prompt_tokens - pick.uncached_tokens
+            pod.cached_tokens += cached
         if usage.completion_tokens:
             model.normalized.observe(seconds / usage.completion_tokens)
             if first is not None and usage.completion_tokens > 1:

@@ -14,6 +14,7 @@ from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
 from picker.config import Config
 from picker.director import Director
+from picker.discovery import EndpointDiscovery
 from picker.health import Health, HealthServer
 from picker.journal import Journal
 from picker.lean import LeanServer
@@ -91,7 +92,7 @@ class Service:
             OSError: a port cannot be had. What has started is left for `stop`.
         """
         listen = self.config.listen
-        self._servers = servers = _Servers(self.director, self.config, self._views())
+        self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
         ports = Ports(
             grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
             http=await _listen(servers.lean, listen.host, listen.http, "http"),
@@ -163,10 +164,11 @@ class Service:
 class _Servers:
     """All that listens."""
 
-    def __init__(self, director: Director, config: Config, views: Views) -> None:
+    def __init__(self, director: Director, config: Config, pool: Pool, views: Views) -> None:
         self.ext_proc = ExtProcServer(director, config)
         self.lean = LeanServer(director, config)
         AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
+        EndpointDiscovery(pool).add_to(self.ext_proc.server)
         self.health = Health()
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 from click.testing import CliRunner, Result
-from picker.usage import Usage
 from prometheus_client.parser import text_string_to_metric_families
 
 from picker.admin import AdminServer, Views
@@ -20,6 +19,7 @@ from picker.commands.explain import explain
 from picker.config import Config, as_data, parse
 from picker.director import Outcome
 from picker.engines import LoadReport
+from picker.usage import Usage
 from tests.picker.core import Core, completion
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000"]
@@ -211,7 +211,7 @@ async def test_explain_shows_each_candidates_scores() -> None:
     assert result.exit_code == 0
     [chosen] = [line for line in result.output.splitlines() if f"{PODS[1]} *" in line]
     assert re.search(r" 0\.99\d x 3 = 2\.9\d\d +0\.000 x 2 = 0\.000 +2\.9\d\d", chosen)
-    [other] = [line for line in result.output.splitlines() if line.startswith(PODS[0])]
+    [other] = [line for line in result.output.splitlines() if f" {PODS[0]} " in line]
     assert "0.000 x 3 = 0.000" in other
     assert f"fallbacks     {PODS[0]}\n" in result.output
 

@@ -266,7 +266,9 @@ def test_twenty_thousand_picks_leave_nothing_behind_but_what_is_bounded() -> Non
     gc.collect()
     objects = gc.get_objects()
     assert len(objects) - before < 1000
-    assert sum(isinstance(each, Pick) for each in objects) <= 101  # the journal's, and the last
+    picks = [each for each in objects if isinstance(each, Pick)]
+    ours = [pick for pick in picks if pick._director is core.director]
+    assert len(ours) <= 101  # the journal's, and the last
     assert set(core.inflight()) == {(0, 0)}
     assert len(core.journal) == 100
     assert core.page().count("inference_objective_request_total{") == 1001

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-from picker.usage import Usage
-
 from picker.director import Outcome
 from picker.journal import Journal, detail, summary
+from picker.usage import Usage
 from tests.picker.core import Core, completion
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000"]

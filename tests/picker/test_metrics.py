@@ -7,7 +7,6 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from picker.usage import Usage
 from prometheus_client.parser import text_string_to_metric_families
 
 from picker.director import Outcome
@@ -16,6 +15,7 @@ from picker.exposition import Histogram, Spec, write
 from picker.gauges import PoolGauges
 from picker.metrics import PickerMetrics
 from picker.refusal import Refusal
+from picker.usage import Usage
 from tests.picker.core import Core, completion
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000"]
@@ -73,6 +73,15 @@ def test_a_completed_request_is_measured() -> None:
     assert get(samples, hits + "_sum") == pytest.approx(predicted / 640)
     assert get(samples, hits + "_bucket", le="0.0") == 1
     assert get(samples, "inference_extension_scheduler_e2e_duration_seconds_count") == 2
+
+
+def test_cached_tokens_that_a_pod_does_not_tell_are_no_zero() -> None:
+    core = Core(PODS[:1])
+    core.director.pick(completion("Hello")).end(Outcome.COMPLETED, Usage(9, None, 4))
+    samples = read(core.page())
+    assert get(samples, "inference_objective_prompt_cached_tokens_count", **LLAMA) == 0
+    assert get(samples, "inference_objective_output_tokens_count", **LLAMA) == 1
+    assert get(samples, "warmpath_told_prompt_tokens_total", endpoint=PODS[0]) == 0
 
 
 def test_failed_and_aborted_requests_are_only_counted() -> None:

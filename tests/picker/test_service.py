@@ -16,6 +16,8 @@ import grpc
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
+from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -204,6 +206,29 @@ async def test_a_drain_ends_when_its_time_is_up() -> None:
             await asyncio.wait_for(service.drain(), DEADLINE)
         _, text = await get(ports.admin, "/debug/decisions")
         assert json.loads(text)["decisions"][0]["outcome"] == "aborted"
+
+
+async def test_envoy_is_told_the_endpoints_and_their_change() -> None:
+    stream = "/envoy.service.endpoint.v3.EndpointDiscoveryService/StreamEndpoints"
+    async with (
+        running(config_of("127.0.0.1:1")) as (service, ports),
+        grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel,
+    ):
+        call = channel.stream_stream(
+            stream,
+            request_serializer=DiscoveryRequest.SerializeToString,
+            response_deserializer=DiscoveryResponse.FromString,
+        )()
+        await call.write(DiscoveryRequest())
+        first = await call.read()
+        service.reload(config_of("127.0.0.1:1", "127.0.0.1:2"))
+        await call.write(DiscoveryRequest(version_info=first.version_info))
+        second = await call.read()
+        assigned = ClusterLoadAssignment()
+        assert second.resources[0].Unpack(assigned)
+        addresses = [each.endpoint.address for each in assigned.endpoints[0].lb_endpoints]
+        assert [address.socket_address.port_value for address in addresses] == [1, 2]
+        call.cancel()
 
 
 async def test_reload_takes_over_endpoints_and_tells_what_needs_a_restart(
