@@ -6,6 +6,7 @@ import heapq
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from picker.config import EndpointSpec
 
 MAX_ENDPOINTS = 4096
+MAX_ADDRESS = 64  # characters; an IPv6 address with its port has at most 53
 FIRST_CAPACITY = 16  # slots; doubled whenever more are needed
 
 
@@ -106,31 +108,23 @@ class Pool:
         An entry is `ip:port`, or an IP alone for all its ports; IPv6 with a port is in brackets.
         Blanks around it are ignored, and so is an entry that names no endpoint of the pool.
         """
-        found: set[int] = set()
+        found: list[int] = []
         for entry in subset:
-            entry = entry.strip()
             endpoint = self.endpoints.get(entry)
             if endpoint is not None:
-                found.add(endpoint.slot)
-            elif entry in self._by_host:
-                found.update(self._by_host[entry])
-            elif ":" in entry:
-                found.update(self._spelled_otherwise(entry))
-        return np.array(sorted(found), np.intp)
+                found.append(endpoint.slot)
+            else:
+                found.extend(self._named_otherwise(entry.strip()))
+        named = np.zeros(self.capacity, np.bool_)
+        named[found] = True
+        return np.flatnonzero(named)
 
-    def _spelled_otherwise(self, entry: str) -> Sequence[int]:
-        """Slots that an IPv6 entry names: with brackets, zeros or capitals that we do not use."""
-        try:
-            bare = entry[1:-1] if entry.startswith("[") and entry.endswith("]") else entry
-            return self._by_host.get(str(ipaddress.IPv6Address(bare)), ())
-        except ValueError:
-            pass
-        try:
-            host, port = parse_address(entry)
-        except ValueError:
-            return ()
-        endpoint = self.endpoints.get(_join(host, port))
-        return () if endpoint is None else (endpoint.slot,)
+    def _named_otherwise(self, entry: str) -> Sequence[int]:
+        """Slots that an entry names by its IP alone, or IPv6 not spelled as we spell it."""
+        if ":" in entry and len(entry) <= MAX_ADDRESS and entry not in self._by_host:
+            entry = _our_spelling(entry)
+        endpoint = self.endpoints.get(entry)
+        return self._by_host.get(entry, ()) if endpoint is None else (endpoint.slot,)
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -174,6 +168,20 @@ def _why_no_ip(address: str, host: str) -> str:
         f"endpoint address {address!r}: {host!r} is a name; give the pod's IP, because gateways "
         "know pods by IP (only localhost is understood)"
     )
+
+
+@lru_cache(maxsize=MAX_ENDPOINTS)  # a gateway names the same ones again and again
+def _our_spelling(entry: str) -> str:
+    """An IP, or an IP and a port, as they are kept; what is neither stays as it is."""
+    bare = entry[1:-1] if entry.startswith("[") and entry.endswith("]") else entry
+    try:
+        return str(ipaddress.IPv6Address(bare))
+    except ValueError:
+        pass
+    try:
+        return _join(*parse_address(entry))
+    except ValueError:
+        return entry
 
 
 def _join(host: str, port: int) -> str:
