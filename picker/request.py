@@ -59,18 +59,20 @@ def parse(
     method: str,
     path: str,
     headers: Mapping[str, str],
-    body: bytes,
+    body: bytes | None,
     *,
     subset: tuple[str, ...] | None = None,
 ) -> LLMRequest:
     """A request from its parts; `headers` have lower-case names.
 
+    A body of None was not shown to us, or not all of it: such a request is routed by load alone.
+
     Raises:
         Refusal: 400: a JSON request of a known API whose body is no JSON object, repeats a field
             that is acted on, or holds a wrong value in one.
     """
-    kind = _kind(method, path, headers, body)
-    request = LLMRequest(_id(headers), method, path, headers, body, kind, subset=subset)
+    kind = Kind.OTHER if body is None else _kind(method, path, headers, body)
+    request = LLMRequest(_id(headers), method, path, headers, body or b"", kind, subset=subset)
     dialect = _DIALECTS.get(kind)
     if dialect is not None:
         try:

@@ -26,6 +26,7 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 MAX_STREAMS = 16_384  # one lasts as long as its generation; a further one is refused
 MAX_HELD_BODIES = 32  # as long as allowed: what all unfinished request bodies may take together
 BUSY_RETRY_SECONDS = 1
+LAST_WORDS_SECONDS = 0.25  # to let the ends of streams reach Envoy before connections close
 
 # A buffered body comes as one message, and gRPC answers a message over its limit by ending
 # the stream, so the limit lies well above what we refuse ourselves with a 413.
@@ -49,7 +50,8 @@ class ExtProcServer:
     def __init__(self, director: Director, config: Config) -> None:
         self._director = director
         self._config = config
-        self._streams = 0
+        self._streams: set[asyncio.Task[None]] = set()
+        self._stopping = False
         self._held = 0
         self._held_limit = MAX_HELD_BODIES * config.max_body
         self._idle = asyncio.Event()
@@ -64,7 +66,7 @@ class ExtProcServer:
     @property
     def streams(self) -> int:
         """Requests in flight."""
-        return self._streams
+        return len(self._streams)
 
     async def start(self) -> int:
         """Listen. Returns the port.
@@ -92,16 +94,21 @@ class ExtProcServer:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("%d requests were still in flight after %gs", self._streams, seconds)
+            log.warning("%d requests were still in flight after %gs", self.streams, seconds)
         await self.stop()
         await stopping
 
     async def stop(self) -> None:
         """End all streams now."""
-        await self.server.stop(None)
+        self._stopping = True
+        for stream in self._streams:
+            stream.cancel()
+        await self.server.stop(LAST_WORDS_SECONDS)
 
     async def _process(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        self._streams += 1
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
         self._idle.clear()
         exchange = Exchange(
             self._route,
@@ -110,14 +117,18 @@ class ExtProcServer:
             read_usage=self._config.usage,
         )
         try:
-            if self._streams > MAX_STREAMS:
+            if len(self._streams) > MAX_STREAMS:
                 await context.read()
                 await self._refuse(context, "too many requests are in flight")
             else:
                 await self._converse(exchange, context)
+        except asyncio.CancelledError:
+            if self._stopping:  # by us, not by Envoy
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker stops")
+            raise
         finally:
             exchange.closed()
-            self._streams -= 1
+            self._streams.discard(stream)
             if not self._streams:
                 self._idle.set()
 
@@ -169,9 +180,9 @@ class ExtProcServer:
             raise
         except Exception:
             log.exception("a pick failed")
-            refusal = Refusal(500, "internal_error", "the request could not be routed")
-            self._director.refused(refusal)
-            raise refusal from None
+            fault = Refusal(500, "internal_error", "the request could not be routed")
+            self._director.refused(fault)
+            raise fault from None
 
 
 def message_limit(max_body: int) -> int:

@@ -464,6 +464,17 @@ async def test_draining_waits_for_no_other_service_and_not_for_ever() -> None:
         watch.cancel()
 
 
+async def test_stopping_ends_streams_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as picker, channel_to(picker.port) as channel:
+        gateway = stream(channel)
+        await gateway.headers(POST, True)
+        await gateway.read()
+        await picker.server.stop()
+        assert await gateway.ended() is grpc.StatusCode.UNAVAILABLE
+        assert await picker.ended() == [Outcome.ABORTED]
+    assert caplog.text == ""
+
+
 async def test_a_port_in_use_is_told(picker: Picker) -> None:
     other = Picker()
     other.config = Config(listen=Listen(grpc=picker.port))
