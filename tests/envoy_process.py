@@ -22,7 +22,7 @@ DEADLINE = 60.0  # seconds for a start on a busy machine
 class Envoy:
     """A running Envoy."""
 
-    port: int
+    ports: dict[str, int]  # of each listener, by name
     admin_url: str
     process: asyncio.subprocess.Process
     log_path: Path
@@ -31,7 +31,7 @@ class Envoy:
     @property
     def url(self) -> str:
         """Where clients go."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.ports['clients']}"
 
     @property
     def log(self) -> str:
@@ -62,9 +62,8 @@ class Envoy:
 async def running_envoy(bootstrap: dict[str, Any], *flags: str) -> AsyncIterator[Envoy]:
     """Envoy with this bootstrap, on free ports whatever it says, once it is live."""
     bootstrap = json.loads(json.dumps(bootstrap))
-    listener = bootstrap["static_resources"]["listeners"][0]["address"]["socket_address"]
-    for address in (bootstrap["admin"]["address"]["socket_address"], listener):
-        address["port_value"] = 0
+    for part in (bootstrap["admin"], *bootstrap["static_resources"]["listeners"]):
+        part["address"]["socket_address"]["port_value"] = 0
     with tempfile.TemporaryDirectory(prefix="envoy-") as folder:
         config, admin_file, log = (Path(folder, name) for name in ("e.json", "admin", "log"))
         config.write_text(json.dumps(bootstrap))
@@ -78,9 +77,12 @@ async def running_envoy(bootstrap: dict[str, Any], *flags: str) -> AsyncIterator
             async with aiohttp.ClientSession(admin_url) as admin:
                 await _until_live(admin, process, log)
                 async with admin.get("/listeners?format=json") as response:
-                    (status,) = (await response.json(content_type=None))["listener_statuses"]
-                port = status["local_address"]["socket_address"]["port_value"]
-                yield Envoy(port, admin_url, process, log, admin)
+                    statuses = (await response.json(content_type=None))["listener_statuses"]
+                ports = {
+                    status["name"]: status["local_address"]["socket_address"]["port_value"]
+                    for status in statuses
+                }
+                yield Envoy(ports, admin_url, process, log, admin)
         finally:
             if process.returncode is None:
                 process.kill()

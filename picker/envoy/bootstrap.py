@@ -10,18 +10,21 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, Bootstr
 from envoy_data_plane.envoy.config.core.v3 import Node
 
 from picker.config import Config
-from picker.envoy import clusters
-from picker.envoy.listener import listener
+from picker.envoy import clusters, listener
 from picker.envoy.parts import as_dict, socket
 
 ADMIN_HOST = "127.0.0.1"
 
 
-def bootstrap(config: Config, *, discover: bool = False) -> dict[str, Json]:
+def bootstrap(
+    config: Config, *, discover: bool = False, baseline_port: int | None = None
+) -> dict[str, Json]:
     """Envoy's bootstrap for the profile of `config.envoy`, as JSON.
 
-    With `discover`, the picker tells Envoy the endpoints, also when they change; else they are
-    those of `config.pool`, for good.
+    Args:
+        discover: the picker tells Envoy the endpoints, also when they change; else they are those
+            of `config.pool`, for good.
+        baseline_port: serve the same pods there too, round robin, to compare with.
 
     Raises:
         ValueError: a port of the picker is 0, or an endpoint is no IP address with a port.
@@ -37,10 +40,13 @@ def bootstrap(config: Config, *, discover: bool = False) -> dict[str, Json]:
     ]
     if lean:
         upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))
+    listeners = [listener.clients(config)]
+    if baseline_port is not None:
+        listeners.append(listener.baseline(config, baseline_port))
     whole = Bootstrap(
         node=Node(id=f"warmpath-{config.pool.name}", cluster="warmpath"),
         admin=Admin(address=socket(ADMIN_HOST, config.envoy.admin)),
-        static_resources=BootstrapStaticResources(listeners=[listener(config)], clusters=upstreams),
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=upstreams),
     )
     return as_dict(whole)
 

@@ -53,17 +53,40 @@ from picker.envoy.names import OWNED_PREFIXES, PODS
 from picker.envoy.parts import extension, http_filter, set_header, socket
 from picker.refusal import Refusal
 
-# By these a client could change Envoy's timeouts and retries.
-_ENVOY_PREFIX = "x-envoy-"
-_RETRY_ON = "connect-failure,refused-stream,reset-before-request"
 _NO_POD = ("UH", "UF", "UC", "UO", "LR", "UR", "URX", "NC", "DF", "UPE")
 _TIMED_OUT = ("UT", "SI", "DT", "UMSDR")
 
 
-def listener(config: Config) -> Listener:
+def clients(config: Config) -> Listener:
+    """Where requests come in that the picker sends on their way."""
+    mutations = _removals()
+    filters = [standard.ext_proc(config)]
+    routes = [_pods_route(config)]
+    if config.envoy.profile == "lean":
+        mutations.append(lean.stream_header())
+        filters = [lean.ext_authz(config)]
+        if config.usage:
+            filters.append(lean.usage_filter())
+        routes.insert(0, lean.refusal_route())
+    http = _http(config, "clients", mutations, filters, routes)
+    if config.envoy.profile == "lean":
+        http.access_log = [lean.access_log()]
+        http.access_log_options = HttpConnectionManagerHcmAccessLogOptions(
+            access_log_flush_interval=lean.LOG_INTERVAL
+        )
+    return _listener(config, config.envoy.listen, http)
+
+
+def baseline(config: Config, port: int) -> Listener:
+    """The same pods, round robin, without asking anybody: to compare with."""
+    http = _http(config, "baseline", _removals(), [], [_pods_route(config)])
+    return _listener(config, port, http)
+
+
+def _listener(config: Config, port: int, http: HttpConnectionManager) -> Listener:
     return Listener(
-        name="clients",
-        address=socket(config.envoy.host, config.envoy.listen),
+        name=http.stat_prefix,
+        address=socket(config.envoy.host, port),
         # Bodies are held until the picker has answered.
         per_connection_buffer_limit_bytes=config.max_body,
         tcp_keepalive=TcpKeepalive(keepalive_probes=3, keepalive_time=60, keepalive_interval=20),
@@ -72,7 +95,7 @@ def listener(config: Config) -> Listener:
                 filters=[
                     Filter(
                         name="envoy.filters.network.http_connection_manager",
-                        typed_config=Any.pack(_http(config)),
+                        typed_config=Any.pack(http),
                     )
                 ]
             )
@@ -80,9 +103,15 @@ def listener(config: Config) -> Listener:
     )
 
 
-def _http(config: Config) -> HttpConnectionManager:
-    http = HttpConnectionManager(
-        stat_prefix="clients",
+def _http(
+    config: Config,
+    name: str,
+    mutations: list[HeaderMutation],
+    filters: list[HttpFilter],
+    routes: list[Route],
+) -> HttpConnectionManager:
+    return HttpConnectionManager(
+        stat_prefix=name,
         use_remote_address=True,
         preserve_external_request_id=True,
         stream_idle_timeout=timedelta(seconds=config.envoy.idle_timeout),
@@ -90,67 +119,50 @@ def _http(config: Config) -> HttpConnectionManager:
         early_header_mutation_extensions=[
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
-                EarlyHeaderMutation(mutations=_early_mutations(config)),
+                EarlyHeaderMutation(mutations=mutations),
             )
         ],
         route_config=RouteConfiguration(
-            name="clients",
-            virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=_routes(config))],
+            name=name,
+            virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=routes)],
             validate_clusters=True,
         ),
         http_filters=[
-            *_filters(config),
+            *filters,
             http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
         ],
         local_reply_config=LocalReplyConfig(mappers=_local_replies(config)),
     )
-    if config.envoy.profile == "lean":
-        http.access_log = [lean.access_log()]
-        http.access_log_options = HttpConnectionManagerHcmAccessLogOptions(
-            access_log_flush_interval=lean.LOG_INTERVAL
-        )
-    return http
 
 
-def _early_mutations(config: Config) -> list[HeaderMutation]:
-    mutations = [
+def _removals() -> list[HeaderMutation]:
+    """A client does not speak for the picker, nor change Envoy's timeouts and retries."""
+    return [
         HeaderMutation(
             remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix))
         )
-        for prefix in (*OWNED_PREFIXES, _ENVOY_PREFIX)
+        for prefix in (*OWNED_PREFIXES, "x-envoy-")
     ]
-    if config.envoy.profile == "lean":
-        mutations.append(lean.stream_header())
-    return mutations
 
 
-def _filters(config: Config) -> list[HttpFilter]:
-    if config.envoy.profile == "standard":
-        return [standard.ext_proc(config)]
-    if config.usage:
-        return [lean.ext_authz(config), lean.usage_filter()]
-    return [lean.ext_authz(config)]
-
-
-def _routes(config: Config) -> list[Route]:
-    pods = Route(
+def _pods_route(config: Config) -> Route:
+    retries = RetryPolicy(
+        retry_on="connect-failure,refused-stream,reset-before-request",
+        num_retries=config.envoy.retries,
+        retry_back_off=RetryPolicyRetryBackOff(
+            base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
+        ),
+    )
+    return Route(
         name="pods",
         match=RouteMatch(prefix="/"),
         route=RouteAction(
             cluster=PODS,
             timeout=timedelta(seconds=config.envoy.timeout),
             idle_timeout=timedelta(seconds=config.envoy.idle_timeout),
-            retry_policy=RetryPolicy(
-                retry_on=_RETRY_ON,
-                num_retries=config.envoy.retries,
-                retry_back_off=RetryPolicyRetryBackOff(
-                    base_interval=timedelta(milliseconds=5),
-                    max_interval=timedelta(milliseconds=50),
-                ),
-            ),
+            retry_policy=retries,
         ),
     )
-    return [lean.refusal_route(), pods] if config.envoy.profile == "lean" else [pods]
 
 
 def _local_replies(config: Config) -> list[ResponseMapper]:

@@ -1,8 +1,8 @@
--- Finds the token usage that a model server tells at the end of a response (in Anthropic's streams
--- also at the beginning), and hands it to the access log as dynamic metadata of "warmpath":
---   usage   {"usage": {...}}, the last one told
---   begun   the same, as told by the first event of a stream
+-- Finds the token usage that a model server tells at the end of a response, and hands it to the
+-- access log as dynamic metadata of "warmpath":
 --   first   Unix milliseconds when the first piece of a stream's body came
+--   usage   {"usage": {...}}; Anthropic's streams tell the prompt's at their beginning, which is
+--           added as {"message": {"usage": {...}}, "usage": {...}}
 -- Only the first piece and the last few KiB of a response are looked at, and nothing is held back.
 local TAIL = 4096
 
@@ -35,6 +35,7 @@ function envoy_on_response(handle)
     return
   end
 
+  local begun = nil
   local pieces, oldest, newest, held = {}, 1, 0, 0
   for piece in handle:bodyChunks() do
     local length = piece:length()
@@ -42,12 +43,8 @@ function envoy_on_response(handle)
       local kept = math.min(length, TAIL)
       local bytes = piece:getBytes(length - kept, kept)
       if is_stream and newest == 0 then
-        local metadata = handle:streamInfo():dynamicMetadata()
-        metadata:set("warmpath", "first", handle:timestamp())
-        local begun = find_usage(bytes, 1)
-        if begun ~= nil then
-          metadata:set("warmpath", "begun", '{"usage":' .. begun .. "}")
-        end
+        handle:streamInfo():dynamicMetadata():set("warmpath", "first", handle:timestamp())
+        begun = find_usage(bytes, 1)
       end
       newest = newest + 1
       pieces[newest], held = bytes, held + kept
@@ -58,8 +55,12 @@ function envoy_on_response(handle)
     end
   end
 
-  local usage = newest > 0 and last_usage(table.concat(pieces, "", oldest, newest))
+  local usage = newest > 0 and last_usage(table.concat(pieces, "", oldest, newest)) or begun
   if usage then
-    handle:streamInfo():dynamicMetadata():set("warmpath", "usage", '{"usage":' .. usage .. "}")
+    local document = '"usage":' .. usage .. "}"
+    if begun and begun ~= usage then
+      document = '"message":{"usage":' .. begun .. "}," .. document
+    end
+    handle:streamInfo():dynamicMetadata():set("warmpath", "usage", "{" .. document)
   end
 end
