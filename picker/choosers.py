@@ -18,7 +18,7 @@ def max_score(totals: Column, random: np.random.Generator) -> int:
 
     Source: max-score-picker of the reference picker.
     """
-    best = (totals == totals.max()).nonzero()[0]
+    best = (totals == totals[totals.argmax()]).nonzero()[0]
     return int(best[0] if len(best) == 1 else best[int(random.random() * len(best))])
 
 

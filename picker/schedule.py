@@ -35,7 +35,7 @@ FRESH = "fresh"  # the filter that always comes first
 EXPLAINED = 100  # candidates that a decision keeps, the best: decisions are kept by the thousand
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Decision:
     """Where a request goes, and why. Columns have a row per candidate, in `candidates`' order."""
 
@@ -100,7 +100,7 @@ class Scheduler:
         if not len(pods):
             raise Refusal(503, "no_endpoints", "there is no endpoint to choose from")
         dropped: list[tuple[str, int]] = []
-        if not pods.fresh.all():
+        if np.count_nonzero(pods.fresh) < len(pods):
             # A pod that was never scraped, is dead or hangs has no load to be compared by.
             pods = _narrow(FRESH, pods.fresh, pods, dropped) or pods
         for name, required in self._required:
@@ -131,8 +131,8 @@ class Scheduler:
         scores = columns[:count]
         for row, scorer in enumerate(self._scorers):
             scores[row] = scorer.score(request, pods)
-        np.fmax(scores, np.float32(0), out=scores)  # NaN as well
-        np.minimum(scores, np.float32(1), out=scores)
+        np.fmax(scores, 0.0, out=scores)  # NaN as well
+        np.minimum(scores, 1.0, out=scores)
         # Not a matrix product: that may round equal pods differently, and ties would have a winner.
         np.add.reduce(scores * self._weight_column, axis=0, out=columns[-2])
         columns[-1] = pods.matched_tokens

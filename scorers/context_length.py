@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from scorers.pods import Column, Pods, Request
 
-LABELS = ("warmpath.io/context-length-range", "llm-d.ai/context-length-range")
+OURS, LLM_D = "warmpath.io/context-length-range", "llm-d.ai/context-length-range"
 UNLABELED, MALFORMED = 0.5, 0.0
 _RANGE = re.compile(r"\s*([0-9]{1,9})\s*-\s*([0-9]{1,9})\s*")
 
@@ -28,11 +27,9 @@ class ContextLength:
 
     def score(self, request: Request, pods: Pods) -> Column:
         tokens = request.prompt_tokens
-        return np.array([_fit(tokens, _range(labels)) for labels in pods.labels], np.float32)
-
-
-def _range(labels: Mapping[str, str]) -> str | None:
-    return next((labels[label] for label in LABELS if label in labels), None)
+        texts = [labels.get(OURS, labels.get(LLM_D)) for labels in pods.labels]
+        fits = {text: _fit(tokens, text) for text in set(texts)}  # few ranges, many pods
+        return np.array([fits[text] for text in texts], np.float32)
 
 
 def _fit(tokens: int, text: str | None) -> float:

@@ -17,5 +17,5 @@ class KV:
     """
 
     def score(self, request: Request, pods: Pods) -> Column:
-        scores: Column = np.float32(1) - pods.kv_usage
-        return np.fmax(scores, np.float32(0), out=scores)
+        scores: Column = 1.0 - pods.kv_usage
+        return np.fmax(scores, 0.0, out=scores)

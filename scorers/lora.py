@@ -27,6 +27,7 @@ class Lora:
 def _affinity(model: str, adapters: Adapters) -> float:
     if model in adapters.running:
         return 1.0
-    if len(adapters.running | adapters.waiting) < adapters.limit:
+    running, waiting, limit = adapters.running, adapters.waiting, adapters.limit
+    if len(running) < limit and (not waiting or len(running | waiting) < limit):
         return 0.8
-    return 0.6 if model in adapters.waiting else 0.0
+    return 0.6 if model in waiting else 0.0

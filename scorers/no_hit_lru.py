@@ -20,7 +20,7 @@ class NoHitLru:
     """
 
     def score(self, request: Request, pods: Pods) -> Column:
-        if len(pods) == 1 or pods.matched_tokens.any():
+        if len(pods) == 1 or np.count_nonzero(pods.matched_tokens):
             return np.full(len(pods), 0.5, np.float32)
         ranks = np.sort(pods.cold_at).searchsorted(pods.cold_at)
         return (1 - ranks / (len(pods) - 1)).astype(np.float32)

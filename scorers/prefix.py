@@ -17,5 +17,5 @@ class Prefix:
     """
 
     def score(self, request: Request, pods: Pods) -> Column:
-        scores: Column = pods.matched_tokens * np.float32(1 / max(1, request.prompt_tokens))
-        return np.minimum(scores, np.float32(1), out=scores)
+        scores: Column = pods.matched_tokens * (1 / max(1, request.prompt_tokens))
+        return np.minimum(scores, 1.0, out=scores)

@@ -12,12 +12,14 @@ def min_max(loads: Column) -> Column:
 
     NaN, a pod that never told, is 0 and left out of least and most.
     """
-    least, most = np.fmin.reduce(loads), np.fmax.reduce(loads)
+    least, most = loads[loads.argmin()], loads[loads.argmax()]  # faster than min and max, or a NaN
+    if least != least:
+        least, most = np.fmin.reduce(loads), np.fmax.reduce(loads)
     if not most > least:  # equal, or nobody told
         told: Column = (loads == loads).astype(np.float32)
         return told
     scores: Column = (most - loads) / (most - least)
-    return np.fmax(scores, np.float32(0), out=scores)
+    return np.fmax(scores, 0.0, out=scores)
 
 
 def behind(loads: Column, span: float) -> Column:
@@ -26,7 +28,8 @@ def behind(loads: Column, span: float) -> Column:
     Linear and independent of the worst candidate, so that a difference weighs the same in every
     request. NaN is 0 and left out of least.
     """
-    scores: Column = loads - np.fmin.reduce(loads)
-    scores *= np.float32(-1 / span)
-    scores += np.float32(1)
-    return np.fmax(scores, np.float32(0), out=scores)
+    least = loads[loads.argmin()]
+    scores: Column = loads - (least if least == least else np.fmin.reduce(loads))
+    scores *= -1 / span
+    scores += 1.0
+    return np.fmax(scores, 0.0, out=scores)

@@ -16,7 +16,7 @@ def backlog(pods: Pods, waiting_tokens: float) -> Column:
     At least `waiting_tokens` for each request in its queue: those of other gateways are not among
     our own, and one that waits for KV memory waits for more than its tokens.
     """
-    waiting: Column = pods.waiting * np.float32(waiting_tokens)
+    waiting: Column = pods.waiting * waiting_tokens
     return np.fmax(pods.inflight_tokens, waiting, out=waiting)
 
 
@@ -44,8 +44,8 @@ class Uncached:
             raise ValueError("patience and waitingTokens must not be negative")
 
     def score(self, request: Request, pods: Pods) -> Column:
-        uncached: Column = np.float32(request.prompt_tokens) - pods.matched_tokens
-        np.maximum(uncached, np.float32(0), out=uncached)
-        uncached *= np.float32(self.patience)
+        uncached: Column = float(request.prompt_tokens) - pods.matched_tokens
+        np.maximum(uncached, 0.0, out=uncached)
+        uncached *= self.patience
         uncached += backlog(pods, self.waiting_tokens)
         return behind(uncached, self.span)
