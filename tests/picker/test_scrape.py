@@ -287,6 +287,14 @@ async def test_all_ways_to_send_a_page(answer: Answer) -> None:
             assert await scene.scrape() == LoadReport(0.0, 3.0, 0.0)
 
 
+@pytest.mark.parametrize("surplus", [page(BUSY_PAGE), HEAD])
+async def test_a_connection_with_more_than_was_asked_is_not_kept(surplus: bytes) -> None:
+    async with scene_of(sends(page(BUSY_PAGE) + surplus)) as scene:
+        for _ in range(3):
+            assert await scene.scrape() == LoadReport(0.0, 3.0, 0.0)
+        assert scene.pods[0].connections == 3
+
+
 FAILURES: dict[str, tuple[Answer, str]] = {
     "busy": (sends(page(BUSY_PAGE, "503 Service Unavailable")), "it answers with status 503"),
     "not found": (sends(page(b"", "404 Not Found")), "it answers with status 404"),
