@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -123,8 +124,9 @@ class ExtProcServer:
             else:
                 await self._converse(exchange, context)
         except asyncio.CancelledError:
-            if self._stopping:  # by us, not by Envoy
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker stops")
+            if self._stopping:  # by us; Envoy may have gone too
+                with suppress(grpc.aio.InternalError):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker stops")
             raise
         finally:
             exchange.closed()

@@ -360,9 +360,10 @@ async def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.Monkey
 async def test_streams_are_bounded(picker: Picker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("picker.server.MAX_STREAMS", 1)
     async with channel_to(picker.port) as channel:
-        first, second = stream(channel), stream(channel)
+        first = stream(channel)
         await first.headers(POST, True)
         await first.read()
+        second = stream(channel)
         await second.headers()
         answer = (await second.read()).immediate_response
         assert answer.status.code == 503
