@@ -7,7 +7,6 @@ load.release, metrics, journal                                       when it end
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -102,7 +101,6 @@ class Director:
         metrics: PickerMetrics,
         journal: Journal,
         models: frozenset[str] = frozenset(),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._load = load
@@ -112,7 +110,6 @@ class Director:
         self._metrics = metrics
         self._journal = journal
         self._models = models
-        self._clock = clock
 
     def pick(self, request: LLMRequest) -> Pick:
         """The endpoint for a request, credited with its load.
@@ -211,4 +208,4 @@ def _matched(match: Match, endpoint: Endpoint) -> tuple[int, int]:
     slot = endpoint.slot
     if slot >= len(match.tokens):
         return 0, 0
-    return int(match.tokens[slot]), int(match.blocks[slot])
+    return round(float(match.tokens[slot])), int(match.blocks[slot])

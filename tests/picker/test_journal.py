@@ -90,6 +90,15 @@ def test_detail_is_best_first_and_names_what_filters_dropped() -> None:
     assert candidate["scores"].keys() == {"prefix", "queue"}
 
 
+def test_the_best_candidate_comes_first() -> None:
+    core = Core(PODS, scorers={"prefix": 1})
+    for warm in PODS:
+        prompt = [len(warm) + PODS.index(warm)] * 640
+        core.director.pick(completion(prompt, subset=[warm]))
+        found = detail(core.director.pick(completion(prompt)))["candidates"]
+        assert [each["endpoint"] for each in found] == sorted(PODS, key=lambda pod: pod != warm)
+
+
 def test_what_a_path_asks_is_not_kept() -> None:
     core = Core(PODS)
     pick = core.director.pick(completion("Hello"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -297,6 +298,31 @@ async def test_a_file_that_changes_is_applied(tmp_path: Path) -> None:
         replacement.replace(watched.path)
         await until(lambda: watched.applied[-1] == 33)
     assert watched.applied == [1, 22, 33]
+
+
+async def test_a_file_that_is_being_written_is_left_alone_until_it_stands_still(
+    tmp_path: Path,
+) -> None:
+    class Growing(type(tmp_path)):  # type: ignore[misc]
+        looks = 0
+
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            type(self).looks += 1
+            if type(self).looks <= 20:
+                self.write_text("#" * type(self).looks)
+            return super().stat(follow_symlinks=follow_symlinks)
+
+    path = Growing(tmp_path / "w.yaml")
+    read: list[int] = []
+
+    def remember() -> Config:
+        read.append(Growing.looks)
+        return Config()
+
+    task = asyncio.create_task(watch(path, remember, lambda _: None, poll_seconds=0))
+    await until(lambda: bool(read))
+    task.cancel()
+    assert read[0] > 20
 
 
 async def test_a_config_map_that_is_swapped_is_applied(tmp_path: Path) -> None:
