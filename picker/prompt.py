@@ -11,7 +11,7 @@ No two prompts share bytes by accident of where one piece ends:
     token ids   ff ff ff ff, then each in 4 bytes, little endian; ids are below 2^31
     fields      "name":value and a newline, both JSON
     messages    {"role":..,"content":..,others by name} and a newline, JSON but for media
-    media       < hexadecimal digest of the part, again and again >, which begins no JSON value
+    media       03, which is nowhere in JSON, and a hexadecimal digest of the part, again and again
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ BYTES_PER_TOKEN = 4
 # (LLaVA 1.5) or 1,300 (Qwen2-VL) of an image of a megapixel, and 750 of half a minute of sound; its
 # length in base64 says little. It takes their place in the prompt too, so that its blocks match.
 MEDIA_TOKENS = 768
-MAX_TOKEN_IDS = 2_000_000  # they take 50 ns each
-MAX_TEXTS = 1 << 18
+MAX_TOKEN_IDS = 2_000_000  # these bound the time that one request takes: ids take 0.1 µs each,
+MAX_LISTS = 1 << 16  # and all else a microsecond: texts, or lists of token ids
+MAX_MESSAGES = 1 << 14
+MAX_PARTS = 1 << 15
+MAX_MEDIA = 1 << 10
 
 Raw = msgspec.Raw
 Flat = tuple[bytes, int | None]  # a prompt, and its tokens where they were counted
 
 _TEXT = b"\x02"
+_MEDIUM = b"\x03"
 _IDS = b"\xff\xff\xff\xff"
-_MEDIA = frozenset(
-    b'"%s"' % kind
-    for kind in (
-        *(b"image", b"image_url", b"input_image", b"image_pil", b"image_embeds"),
-        *(b"audio", b"audio_url", b"input_audio", b"audio_embeds"),
-        *(b"video", b"video_url", b"input_video", b"file", b"input_file", b"document"),
+_MEDIA = frozenset(  # a part's type, or the field that stands in for one
+    (
+        *("image", "image_url", "input_image", "image_pil", "image_embeds"),
+        *("audio", "audio_url", "input_audio", "audio_embeds"),
+        *("video", "video_url", "input_video", "file", "input_file", "document"),
     )
 )
 _STRING, _LIST, _OBJECT = b'"[{'  # what a value of that kind begins with
@@ -75,7 +78,7 @@ def flat(raw: Raw | None, name: str) -> Flat:
     Anything else is the engine's to refuse, and stands for itself.
 
     Raises:
-        Refusal: 400, more texts or token ids than are read here.
+        Refusal: 400, more of them than are read here.
     """
     if raw is None:
         return b"", None
@@ -87,10 +90,12 @@ def flat(raw: Raw | None, name: str) -> Flat:
         if first is None or first[1] == b"{":
             pass
         elif first[1] == b'"':
-            _bound(value.count(b'"') // 2, MAX_TEXTS, name, "texts")
+            quotes = value.count(b'"') - value.count(b'\\"')
+            _bound(quotes // 2, MAX_LISTS, name, "texts")
             return b"".join([_text(bytes(text)) for text in _VALUES.decode(value)]), None
         else:
-            _bound(value.count(b",") + value.count(b"["), MAX_TOKEN_IDS, name, "token ids")
+            _bound(value.count(b","), MAX_TOKEN_IDS, name, "token ids")
+            _bound(value.count(b"["), MAX_LISTS, name, "lists")
             nested = first[1] == b"["
             return _token_ids(_ID_LISTS.decode(value) if nested else [_ID_LIST.decode(value)])
     except (msgspec.ValidationError, _OtherFormError):
@@ -108,17 +113,21 @@ def fields(found: Fields, names: tuple[str, ...]) -> bytes:
     return b"".join(pieces)
 
 
-def message(role: str, content: Raw | None) -> bytes:
-    """A message whose content came in a field of its own; empty without one."""
-    shown = b"" if content is None else _content(bytes(content))
-    return b'{"role":"%s","content":%s}\n' % (role.encode(), shown) if shown else b""
+def message(role: str, content: Raw | None, name: str) -> bytes:
+    """A message whose content came in a field of its own; empty without one.
+
+    Raises:
+        Refusal: 400, it holds more than is read here.
+    """
+    shown = b"" if content is None else _Conversation(name).content(bytes(content))
+    return b'{"role":"%b","content":%b}\n' % (role.encode(), shown) if shown else b""
 
 
 def messages(raw: Raw | None, name: str) -> bytes:
     """A conversation: a list of messages, or of the Responses API's items.
 
     Raises:
-        Refusal: 400, it is no list of objects.
+        Refusal: 400, it is no list of objects, or holds more than is read here.
     """
     if raw is None:
         return b""
@@ -128,30 +137,77 @@ def messages(raw: Raw | None, name: str) -> bytes:
         if bytes(raw) == b"null":
             return b""
         raise wrong(name, "a list of objects") from None
-    pieces: list[bytes | Raw] = []
-    for fields in conversation:
+    return _Conversation(name).messages(conversation)
+
+
+class _Conversation:
+    """Shows messages, and counts what takes time or room. Its field's name is for refusals."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._parts = 0
+        self._media = 0
+
+    def messages(self, conversation: list[dict[str, Raw]]) -> bytes:
+        _bound(len(conversation), MAX_MESSAGES, self._name, "messages")
+        pieces: list[bytes | Raw] = []
+        for fields in conversation:
+            role = fields.get("role")
+            if len(fields) == 2 and role is not None and "content" in fields:  # as most are
+                content = bytes(fields["content"])
+                if content[0] == _STRING:
+                    pieces += (b'{"role":', role, b',"content":', content, b"}\n")
+                    continue
+            pieces.append(self._message(fields))
+        return b"".join(pieces)
+
+    def _message(self, fields: dict[str, Raw]) -> bytes:
+        """A repeated name counts once, its last value: engines' decoders read it so too."""
+        pieces = []
         role = fields.get("role")
-        if len(fields) == 2 and role is not None and "content" in fields:  # as most are
-            content = bytes(fields["content"])
-            if content[0] == _STRING:
-                pieces += (b'{"role":', role, b',"content":', content, b"}\n")
-                continue
-        pieces.append(_message(fields))
-    return b"".join(pieces)
+        if role is not None:
+            pieces.append(b'"role":%b' % role)
+        content = fields.get("content")
+        if content is not None and (shown := self.content(bytes(content))):
+            pieces.append(b'"content":%b' % shown)
+        if others := _others(fields):
+            pieces.append(others)
+        return b"{%b}\n" % b",".join(pieces)
 
+    def content(self, value: bytes, *, nested: bool = False) -> bytes:
+        """What a message, or a tool's result in it, holds: a string, parts, or nothing."""
+        if value[0] == _STRING:
+            return value
+        if value[0] != _LIST:
+            return _shown(value)
+        try:
+            parts = _OBJECTS.decode(value)
+        except msgspec.ValidationError:
+            return _shown(value)
+        self._parts += len(parts)
+        _bound(self._parts, MAX_PARTS, self._name, "parts")
+        return b"[%b]" % b",".join([self._part(fields, nested) for fields in parts])
 
-def _message(fields: dict[str, Raw]) -> bytes:
-    """A repeated name counts once, its last value: that is how engines' decoders read it too."""
-    role = fields.get("role")
-    content = fields.get("content")
-    pieces = []
-    if role is not None:
-        pieces.append(b'"role":%b' % role)
-    if content is not None and (shown := _content(bytes(content))):
-        pieces.append(b'"content":%b' % shown)
-    if others := _others(fields):
-        pieces.append(others)
-    return b"{%b}\n" % b",".join(pieces)
+    def _part(self, fields: dict[str, Raw], nested: bool) -> bytes:
+        """A tool's result is a part with parts of its own; what those hold is not looked at."""
+        if len(fields) == 2 and "text" in fields and bytes(fields.get("type", b"")) == b'"text"':
+            return b'{"text":%b,"type":"text"}' % fields["text"]  # as below, but faster
+        pieces = []
+        content = fields.get("content")
+        if content is not None:
+            value = bytes(content)
+            shown = _shown(value) if nested else self.content(value, nested=True)
+            if shown:
+                pieces.append(b'"content":%b' % shown)
+        if others := _others(fields):
+            pieces.append(others)
+        part = b"{%b}" % b",".join(pieces)
+        if not _is_media(fields):
+            return part
+        self._media += 1
+        _bound(self._media, MAX_MEDIA, self._name, "images and other media")
+        digest = xxhash.xxh3_128_hexdigest(part).encode()
+        return _MEDIUM + digest * (MEDIA_TOKENS * BYTES_PER_TOKEN // len(digest))
 
 
 def _others(fields: dict[str, Raw]) -> bytes:
@@ -164,44 +220,11 @@ def _others(fields: dict[str, Raw]) -> bytes:
     return b",".join(shown)
 
 
-def _content(value: bytes) -> bytes:
-    """What a message holds: a string, parts, or nothing."""
-    if value[0] == _STRING:
-        return value
-    if value[0] == _LIST:
-        try:
-            parts = _OBJECTS.decode(value)
-        except msgspec.ValidationError:
-            return _shown(value)
-        return b"[%s]" % b",".join(map(_part, parts))
-    return _shown(value)
-
-
-def _part(fields: dict[str, Raw]) -> bytes:
-    """One part. A tool's result is a part that holds parts of its own."""
-    if len(fields) == 2 and "text" in fields and bytes(fields.get("type", b"")) == b'"text"':
-        return b'{"text":%b,"type":"text"}' % fields["text"]  # as _leaf does, faster
-    content = fields.get("content")
-    if content is None:
-        return _leaf(fields)
-    value = bytes(content)
-    try:
-        parts = _OBJECTS.decode(value)
-    except msgspec.ValidationError:
-        shown = _shown(value)
-    else:
-        shown = b"[%s]" % b",".join(map(_leaf, parts))
-    return b'{"content":%s,%s}' % (shown or b"null", _others(fields))
-
-
-def _leaf(fields: dict[str, Raw]) -> bytes:
-    """A part that holds no others, or whose others are not looked at."""
-    if bytes(fields.get("type", b"")) in _MEDIA and not _is_text(fields):
-        digest = xxhash.xxh3_128_hexdigest(_others(fields)).encode()
-        return b"<%s>" % (digest * (MEDIA_TOKENS * BYTES_PER_TOKEN // len(digest)))
-    content = fields.get("content")
-    shown = b"" if content is None else _shown(bytes(content))
-    return b'{"content":%s,%s}' % (shown, _others(fields)) if shown else b"{%s}" % _others(fields)
+def _is_media(fields: dict[str, Raw]) -> bool:
+    kind = fields.get("type")
+    if kind is None:
+        return not _MEDIA.isdisjoint(fields)
+    return bytes(kind)[1:-1].decode() in _MEDIA and not _is_text(fields)
 
 
 def _is_text(fields: dict[str, Raw]) -> bool:

@@ -176,8 +176,8 @@ def _responses(found: Fields) -> prompts.Flat:
     if given is not None and bytes(given).startswith(b"["):
         conversation = prompts.messages(given, "input")
     else:
-        conversation = prompts.message("user", given)
-    instructions = prompts.message("system", found.get("instructions"))
+        conversation = prompts.message("user", given, "input")
+    instructions = prompts.message("system", found.get("instructions"), "instructions")
     return prompts.fields(found, _BESIDE_INPUT) + instructions + conversation, None
 
 
@@ -186,7 +186,7 @@ def _embedding(found: Fields) -> prompts.Flat:
 
 
 def _anthropic(found: Fields) -> prompts.Flat:
-    system = prompts.message("system", found.get("system"))
+    system = prompts.message("system", found.get("system"), "system")
     conversation = prompts.messages(found.get("messages"), "messages")
     return prompts.fields(found, ("tools",)) + system + conversation, None
 

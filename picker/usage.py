@@ -10,9 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 MAX_DOCUMENT = 1 << 20  # bytes of a JSON document, or of one event's line, that are read whole
 MAX_TAIL = 1 << 16  # bytes at the end of a longer one, where servers put the usage
@@ -119,14 +121,17 @@ class UsageReader:
             self._counts.update(_counts(document[len(_DATA) :]))
 
 
+_MISSING = msgspec.Raw()
+
+
 class _Inner(msgspec.Struct):
-    usage: msgspec.Raw | None = None
+    usage: msgspec.Raw = _MISSING
 
 
 class _Document(msgspec.Struct):
-    usage: msgspec.Raw | None = None
-    response: msgspec.Raw | None = None  # of the Responses API's events
-    message: msgspec.Raw | None = None  # of Anthropic's first event
+    usage: msgspec.Raw = _MISSING
+    response: msgspec.Raw = _MISSING  # of the Responses API's events
+    message: msgspec.Raw = _MISSING  # of Anthropic's first event
 
 
 _DOCUMENT = msgspec.json.Decoder(_Document)
@@ -137,32 +142,24 @@ _PREFIX = json.JSONDecoder()
 
 def _counts(document: bytes) -> dict[str, int]:
     """The counts in a JSON object, under the names of `_usage`; empty without any."""
+    found = _decoded(_DOCUMENT, document)
+    if found is None:
+        return {}
     counts: dict[str, int] = {}
-    try:
-        found = _DOCUMENT.decode(document)
-    except (msgspec.DecodeError, RecursionError):
-        return counts
     for outer in (found.message, found.response):
-        if outer is not None:
-            counts.update(_counts_of_inner(outer))
-    if found.usage is not None:
-        counts.update(_counts_of(found.usage))
+        inner = _decoded(_INNER, outer)  # None where it is a text: an error's message
+        if inner is not None:
+            counts.update(_named(_decoded(_USAGE, inner.usage) or {}))
+    counts.update(_named(_decoded(_USAGE, found.usage) or {}))
     return counts
 
 
-def _counts_of_inner(outer: msgspec.Raw) -> dict[str, int]:
+def _decoded(decoder: msgspec.json.Decoder[T], value: bytes | msgspec.Raw) -> T | None:
+    """None for what is missing, or something else."""
     try:
-        inner = _INNER.decode(outer).usage
-    except (msgspec.DecodeError, RecursionError):  # a message can be a text
-        return {}
-    return {} if inner is None else _counts_of(inner)
-
-
-def _counts_of(usage: msgspec.Raw) -> dict[str, int]:
-    try:
-        return _named(_USAGE.decode(usage))
+        return decoder.decode(value) if value else None
     except (msgspec.DecodeError, RecursionError):
-        return {}
+        return None
 
 
 def _counts_at_end(tail: bytes) -> dict[str, int]:
@@ -190,7 +187,7 @@ _NAMES = (
 _DETAILS = ("prompt_tokens_details", "input_tokens_details", "prompt_token_details")
 
 
-def _named(usage: Mapping[str, Any]) -> dict[str, int]:
+def _named(usage: dict[str, Any]) -> dict[str, int]:
     counts = {name: count for name, key in _NAMES if (count := _count(usage.get(key))) is not None}
     for key in _DETAILS:
         details = usage.get(key)
