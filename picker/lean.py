@@ -74,23 +74,26 @@ class LeanServer:
         self._server = await loop.create_server(
             lambda: Connection(self), listen.host.strip("[]"), listen.http
         )
-        self._sweep()
+        self._sweep_on()
         return int(self._server.sockets[0].getsockname()[1])
 
     async def drain(self) -> None:
-        """Let Envoy go elsewhere: take no connection, and close each after its next answer.
+        """Let Envoy go elsewhere: take no connection, and close those that are idle.
 
-        Returns when all are closed, at the latest after `drain` seconds.
+        Returns when the others have had their answers, at the latest after `drain` seconds.
         """
         assert self._server is not None
         self.draining = True
         self._server.close()
+        for connection in list(self.connections):
+            connection.close_if_idle()
         if self.connections:
+            self._all_gone.clear()
             try:
                 async with asyncio.timeout(self._config.drain):
                     await self._all_gone.wait()
             except TimeoutError:
-                log.debug("%d connections of Envoy were left", len(self.connections))
+                log.warning("%d requests were not complete", len(self.connections))
 
     async def stop(self) -> None:
         """Close all, and end every open pick as aborted."""
@@ -107,11 +110,15 @@ class LeanServer:
         if not self.connections:
             self._all_gone.set()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Give up what does not end: picks without news, requests that are sent too slowly."""
         self.tickets.sweep()
         for connection in list(self.connections):
             connection.sweep()
-        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def _sweep_on(self) -> None:
+        self.sweep()
+        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep_on)
 
 
 class Connection(asyncio.Protocol):
@@ -178,13 +185,14 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._break(400, "bad_request", "Upgrade and CONNECT are not answered here")
         except httptools.HttpParserError:
             self._break(400, "bad_request", "the picker was sent something else than HTTP/1.1")
+        except httptools.HttpParserUpgrade:
+            pass  # refused when its headers were complete
         if not self._in_body and self._head_bytes > MAX_HEAD:
             self._break(431, "bad_request", f"the headers are longer than {MAX_HEAD} bytes")
         if self._broken is not None:
+            self._server.director.refused(self._broken)
             self._answer(self._broken, last=True)
 
     def sweep(self) -> None:
@@ -193,6 +201,10 @@ class Connection(asyncio.Protocol):
             self._sweeps += 1
             if self._sweeps > SLOW:
                 self.close()
+
+    def close_if_idle(self) -> None:
+        if not (self._head_bytes or self._in_body):
+            self.close()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -222,6 +234,8 @@ class Connection(asyncio.Protocol):
         length = self._headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20 and int(length) > self._server.max_body:
             self._too_large()
+        elif self._parser.should_upgrade():
+            self._break(400, "bad_request", "Upgrade and CONNECT are not answered here")
         elif "expect" in self._headers and self._transport is not None:
             self._transport.write(_CONTINUE)
 
@@ -249,30 +263,35 @@ class Connection(asyncio.Protocol):
     # What it is about
 
     def _pick(self, body: bytes) -> str | Refusal | None:
-        """Where to go, or why nowhere, or None when something failed."""
+        """Where to go, or why nowhere, or None when the picker failed."""
+        director = self._server.director
         try:
-            path = self._url
-            if not path.startswith(_PREFIX):
-                raise Refusal(404, "not_found", f"only paths under {PICK_PATH} are answered here")
             name = self._headers.get(STREAM)
             if not name:
                 raise Refusal(
                     400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
                 )
+            if not self._url.startswith(_PREFIX):
+                raise Refusal(404, "not_found", f"only paths under {PICK_PATH} are answered here")
             request = parse(
                 self._parser.get_method().decode("latin-1"),
-                path[len(_PREFIX) :].decode("latin-1"),
+                self._url[len(_PREFIX) :].decode("latin-1"),
                 self._headers,
                 body,
             )
-            pick = self._server.director.pick(request)
-            self._server.tickets.open(name, pick)
-            return pick.destination
+        except Refusal as refusal:
+            director.refused(refusal)
+            return refusal
+        try:
+            pick = director.pick(request)
         except Refusal as refusal:
             return refusal
         except Exception:
             log.exception("a pick failed")
+            director.refused(Refusal(500, "internal_error", "the request could not be routed"))
             return None
+        self._server.tickets.open(name, pick)
+        return pick.destination
 
     def _answer(self, answer: str | Refusal | None, *, last: bool) -> None:
         transport = self._transport
