@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from bench.policies import (
-    SHARED,
-    WORKLOADS,
-    Policy,
-    Workload,
-    least_requests,
-    measure,
-    round_robin,
-    scheduled,
-    simulate,
-)
+from bench.policies import SHARED, WORKLOADS, least_requests, measure, round_robin, scheduled
+from bench.virtual import Policy, Workload, simulate
 from picker.config import Scheduling
 from worker.profiles import PROFILES
 

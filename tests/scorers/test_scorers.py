@@ -174,7 +174,7 @@ NUMBERS = st.floats(0, 1e6, width=32) | st.just(nan)
 PARAMETERS = {"label": {"header": "x-zone", "label": "zone"}}
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", list(SCORERS))
 @given(data=st.data())
 def test_every_score_is_a_float32_from_zero_to_one(name, data):
     count = data.draw(st.integers(1, 5))
