@@ -33,5 +33,6 @@ def why_not(binary: str, page: str) -> str | None:
             return f"it said nothing within {PATIENCE} s"
     if not done.returncode:
         return None
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1].rpartition(f"'{file}': ")[2] if lines else f"exit code {done.returncode}"
+    said = " ".join((done.stderr or done.stdout).split())
+    reason = said.rpartition(f"'{file}': ")[2].removeprefix(": ")
+    return reason or f"exit code {done.returncode}"

@@ -21,7 +21,7 @@ from picker.envoy.clusters import PICKER_GRPC
 from picker.envoy.names import LB_NAMESPACE
 from picker.envoy.parts import http_filter
 
-UNLIMITED = 86_400  # seconds: here 0 would be no time at all
+LONGEST = 3600.0  # seconds; more Envoy does not take, and 0 would be no time at all
 
 
 def ext_proc(config: Config) -> HttpFilter:
@@ -48,7 +48,7 @@ def ext_proc(config: Config) -> HttpFilter:
                 response_trailer_mode=send,
             ),
             # The answer to the headers waits for the body, however slowly a client sends it.
-            message_timeout=timedelta(seconds=config.envoy.idle_timeout or UNLIMITED),
+            message_timeout=timedelta(seconds=min(config.envoy.idle_timeout or LONGEST, LONGEST)),
             failure_mode_allow=fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
             allow_mode_override=True,
