@@ -29,9 +29,13 @@ class Envoy:
     admin: aiohttp.ClientSession
 
     @property
-    def url(self) -> str:
+    def port(self) -> int:
         """Where clients go."""
-        return f"http://127.0.0.1:{self.ports['clients']}"
+        return self.ports["clients"]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
