@@ -15,7 +15,6 @@ from picker.admin import AdminServer, Views
 from picker.config import Config
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
-from picker.discovery import EndpointDiscovery
 from picker.health import Health, HealthServer
 from picker.journal import Journal
 from picker.lean import LeanServer
@@ -169,7 +168,6 @@ class _Servers:
         self.ext_proc = ExtProcServer(director, config)
         self.lean = LeanServer(director, config)
         AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
-        EndpointDiscovery(views.pool).add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
         self.health = Health()
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
