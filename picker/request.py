@@ -110,6 +110,7 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
         request.prompt_tokens = max(1, len(request.prompt) // prompts.BYTES_PER_TOKEN)
 
 
+@lru_cache(maxsize=256)
 def _salt(model: str | None, cache_salt: str | None) -> bytes:
     """Each part with its letter and its length, so that no name can pass for a salt."""
     salt = b""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from picker.prompt import MAX_MEDIA, MAX_MESSAGES, MEDIA_TOKENS
@@ -25,6 +25,7 @@ EMBEDDINGS = "/v1/embeddings"
 MESSAGES = "/v1/messages"
 PATHS = [CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, MESSAGES, "/tokenize", "/inference/v1/generate"]
 HI = {"role": "user", "content": "hi"}
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def ask(path: str, body: bytes) -> LLMRequest:
@@ -301,6 +302,7 @@ def test_a_large_body_may_repeat_nothing() -> None:
     assert refused(CHAT, body).reason == "repeated_field"
 
 
+@UNHURRIED
 @given(
     st.lists(st.tuples(st.sampled_from(["model", "x", "y", "é", '"', "\\"]), st.integers(0, 12))),
     st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")]),
@@ -349,6 +351,7 @@ def test_media_are_bounded_wherever_they_are() -> None:
         refused(CHAT, json.dumps({"messages": messages}).encode())
 
 
+@UNHURRIED
 @given(st.sampled_from(PATHS), st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(path: str, body: bytes) -> None:
     try:
@@ -373,6 +376,7 @@ VALUES = st.recursive(
 NAMES = ["messages", "prompt", "input", "tools", "system", "instructions", "token_ids", "text"]
 
 
+@UNHURRIED
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_any_json_is_read_or_refused(path: str, fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode("utf-8", "replace")
@@ -440,6 +444,7 @@ def test_caches_are_parted_by_model_and_salt() -> None:
     assert len({chat(HI, **fields).prompt for fields in named}) == 1
 
 
+@UNHURRIED
 @given(st.tuples(*[st.none() | st.text("mc\0\1\2é", max_size=6)] * 2))
 def test_no_name_passes_for_a_salt(told: tuple[str | None, str | None]) -> None:
     model, cache_salt = told
@@ -565,6 +570,7 @@ def shuffled(value: Any) -> Any:
     return messages
 
 
+@UNHURRIED
 @given(CONVERSATION, st.sampled_from([None, 0, 3]), st.sampled_from([(",", ":"), (" , ", " : ")]))
 def test_spaces_and_order_of_fields_do_not_matter(
     messages: list[dict[str, Any]], indent: int | None, separators: tuple[str, str]
@@ -577,6 +583,7 @@ def test_spaces_and_order_of_fields_do_not_matter(
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, "/tokenize"])
+@UNHURRIED
 @given(conversation=CONVERSATION, message=MESSAGE)
 def test_a_message_more_only_appends(
     path: str, conversation: list[dict[str, Any]], message: dict[str, Any]
@@ -590,6 +597,7 @@ def test_a_message_more_only_appends(
     assert after.prompt_tokens >= before.prompt_tokens > 0
 
 
+@UNHURRIED
 @given(CONVERSATION, CONVERSATION)
 def test_different_conversations_differ(
     one: list[dict[str, Any]], other: list[dict[str, Any]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from picker.usage import MAX_DOCUMENT, MAX_TAIL, Usage, UsageReader, read_usage
@@ -18,6 +18,7 @@ DATA = Path(__file__).parents[1] / "data"
 EVENTS = "text/event-stream; charset=utf-8"
 JSON = "application/json"
 TOLD = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def found(content_type: str | None, *chunks: bytes) -> Usage | None:
@@ -123,6 +124,7 @@ def test_streams_cut_anywhere(name: str) -> None:
         assert found(EVENTS, *cut(body, place)) == usage
 
 
+@UNHURRIED
 @given(st.sampled_from(sorted(STREAMS)), st.lists(st.integers(0, 2000), max_size=8))
 def test_streams_cut_in_many_places(name: str, places: list[int]) -> None:
     body, usage = STREAMS[name]
@@ -258,6 +260,7 @@ PIECES = st.lists(
 )
 
 
+@UNHURRIED
 @given(st.sampled_from([EVENTS, JSON, "text/html", "", None]), PIECES)
 def test_any_bytes_in_any_pieces(content_type: str | None, pieces: list[bytes]) -> None:
     body = b"".join(pieces)
