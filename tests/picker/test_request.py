@@ -129,6 +129,12 @@ def test_an_unknown_path_is_never_refused() -> None:
     assert ask("/v1/rerank", b"\xff{").kind == Kind.OTHER
 
 
+def test_a_body_that_was_not_shown_is_never_refused() -> None:
+    for path in PATHS:
+        request = parse("POST", path, JSON, None)
+        assert (request.kind, request.body, request.prompt) == (Kind.OTHER, b"", b"")
+
+
 def test_nothing_is_lost_on_the_way() -> None:
     headers = {**JSON, "x-session-id": "s"}
     body = b' {"model" : "m"}\n'
