@@ -1,10 +1,10 @@
-# make up     serve SmolLM2-135M on http://127.0.0.1:8000 (Ctrl-C stops it)
+# make up     two workers, the picker and Envoy on http://127.0.0.1:8080 (Ctrl-C stops them)
 # make test   run every test
 # make lint   ruff and mypy
 # Each target sets up all it needs first; `make clean` forgets it.
 
 PYTHON ?= python3
-PORT ?= 8000
+PORT ?= 8080
 MODEL ?= smollm2-135m
 BIN := .venv/bin
 
@@ -22,7 +22,7 @@ model: setup
 	$(BIN)/warmpath model pull $(MODEL)
 
 up: model
-	$(BIN)/warmpath work --model $(MODEL) --port $(PORT)
+	$(BIN)/warmpath up --model $(MODEL) --port $(PORT)
 
 test: model
 	$(BIN)/pytest

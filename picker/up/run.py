@@ -1,0 +1,160 @@
+"""`warmpath up` from start to Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from picker.envoy.names import SERVED_BY
+from picker.up import cluster, show
+from picker.up.cluster import HOST, Plan
+from picker.up.demo import Answer, Route, Served, converse, prompts
+from picker.up.processes import Child, ChildFailed
+
+START_SECONDS = 300.0  # a large model on a slow disk
+
+
+async def run(plan: Plan, console: Console, *, demo: bool) -> None:
+    """Start everything, show the demo, serve until a signal, stop everything.
+
+    Raises:
+        CannotStart, ChildFailed, DemoFailed: why not, in a line.
+    """
+    cluster.check_ports(plan)
+    directory = Path(tempfile.mkdtemp(prefix="warmpath-up-"))
+    workers = cluster.workers(plan, directory)
+    front = [cluster.picker(plan, directory), cluster.envoy(plan, directory)]
+    children = [*workers, *front]
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stopping, children)
+    try:
+        await _until(stopping, _serve(plan, workers, front, console, demo=demo))
+        console.print("Stopping")
+    except ChildFailed as failed:
+        raise ChildFailed(f"{failed}\nThe logs are in {directory}") from None
+    finally:
+        for child in reversed(children):  # clients leave before those who serve them
+            child.signal(signal.SIGTERM)
+        await asyncio.gather(*(child.stop() for child in children))
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _on_signal(stopping: asyncio.Event, children: Sequence[Child]) -> None:
+    """The first signal stops in order; a second one ends everything at once."""
+    if stopping.is_set():
+        for child in children:
+            child.signal(signal.SIGKILL)
+    stopping.set()
+
+
+async def _until(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Run `work` until it fails or a signal came."""
+    working, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        stopped.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+async def _serve(
+    plan: Plan, workers: Sequence[Child], front: Sequence[Child], console: Console, *, demo: bool
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        await _start([*workers, *front], http, console)
+        if demo:
+            await _demonstrate(plan, http, console)
+        show.places(plan, console)
+        await _watch(workers, front, console)
+
+
+async def _start(children: Sequence[Child], http: aiohttp.ClientSession, console: Console) -> None:
+    """Start all at once; each is waited for, and the first failure ends the start."""
+
+    async def ready(child: Child) -> None:
+        await child.until_ready(http, START_SECONDS)
+        progress.ready(child)
+
+    with show.StartProgress(console) as progress:
+        for child in children:
+            await child.start()
+            progress.starting(child)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in children:
+                    group.create_task(ready(child))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+
+async def _demonstrate(plan: Plan, http: aiohttp.ClientSession, console: Console) -> None:
+    async def served_by_picker(request_id: str, _: aiohttp.ClientResponse) -> Served:
+        decision = await _decision(plan, http, request_id)
+        return Served(
+            pod=names[decision["endpoint"]],
+            matched_blocks=decision["matchedBlocks"],
+            blocks=decision["promptBlocks"],
+        )
+
+    async def served_by_turns(_: str, response: aiohttp.ClientResponse) -> Served:
+        return Served(pod=names[response.headers[SERVED_BY]])
+
+    names = {f"{HOST}:{port}": f"worker-{i}" for i, port in enumerate(plan.worker_ports, 1)}
+    turns = Route(f"http://{HOST}:{plan.baseline_port}", served_by_turns)
+    warm = Route(f"http://{HOST}:{plan.port}", served_by_picker)
+    with show.DemoProgress(console, total=2 * prompts()) as progress:
+        answers: dict[Route, list[Answer]] = {}
+        for route in (turns, warm):
+            await _forget_prefixes(plan, http)
+            answers[route] = []
+            async for answer in converse(http, route, plan.served_model):
+                answers[route].append(answer)
+                progress.advance(answer)
+    show.demo(answers[warm], answers[turns], console)
+
+
+async def _decision(plan: Plan, http: aiohttp.ClientSession, request_id: str) -> dict[str, Any]:
+    """What the picker decided, once it knows the end: a visitor thinks before the next turn."""
+    url = f"http://{HOST}:{plan.listen.admin}/debug/decisions"
+    while True:
+        async with http.get(url, params={"request_id": request_id}) as response:
+            [decision] = (await response.json())["decisions"]
+        if decision["outcome"] is not None:
+            return dict(decision)
+        await asyncio.sleep(0.02)
+
+
+async def _forget_prefixes(plan: Plan, http: aiohttp.ClientSession) -> None:
+    """Each way starts with cold caches."""
+    for port in plan.worker_ports:
+        async with http.post(f"http://{HOST}:{port}/reset_prefix_cache") as response:
+            response.raise_for_status()
+
+
+async def _watch(workers: Sequence[Child], front: Sequence[Child], console: Console) -> None:
+    """Serve on while there is somebody to serve; a lost worker is told and routed around."""
+    ends = {asyncio.create_task(child.wait()): child for child in [*workers, *front]}
+    try:
+        while True:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                child = ends.pop(task)
+                what = f"{child.name} ended with status {task.result()}: {child.last_words()}"
+                if child in front or not any(worker in ends.values() for worker in workers):
+                    raise ChildFailed(what)
+                console.print(f"{what}\nThe others go on", style="yellow")
+    finally:
+        for task in ends:
+            task.cancel()
