@@ -49,7 +49,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy import lean, standard
-from picker.envoy.names import OWNED_PREFIXES, PODS
+from picker.envoy.names import OWNED_PREFIXES, PODS, SERVED_BY
 from picker.envoy.parts import extension, http_filter, set_header, socket
 from picker.refusal import Refusal
 
@@ -80,6 +80,10 @@ def clients(config: Config) -> Listener:
 def baseline(config: Config, port: int) -> Listener:
     """The same pods, round robin, without asking anybody: to compare with."""
     http = _http(config, "baseline", _removals(), [], [_pods_route(config)])
+    assert http.route_config is not None, "just made"
+    http.route_config.response_headers_to_add = [
+        set_header(SERVED_BY, "%UPSTREAM_REMOTE_ADDRESS%")  # nobody else knows where it went
+    ]
     return _listener(config, port, http)
 
 
