@@ -41,7 +41,7 @@ class Figures:
     """Of the requests that were due in a time span."""
 
     first_token: np.ndarray  # seconds
-    hit_ratio: float  # cached tokens among prompt tokens
+    hit_ratio: float  # cached tokens among prompt tokens, of all that were answered in the run
     requests_per_second: float  # that ended in the span
     output_tokens_per_second: float
     unanswered: int  # requests without a first token when the run was over
@@ -58,10 +58,10 @@ def figures(replies: Sequence[Reply], start: float, stop: float, over: float) ->
     """
     due = [reply for reply in replies if start <= reply.due < stop]
     ended = [r for r in replies if r.ended is not None and start <= r.due + r.ended < stop]
-    prompt = sum(reply.prompt_tokens for reply in due)
+    prompt = sum(reply.prompt_tokens for reply in replies)
     return Figures(
         first_token=np.array([reply.waited(over) for reply in due]),
-        hit_ratio=sum(reply.cached_tokens for reply in due) / max(1, prompt),
+        hit_ratio=sum(reply.cached_tokens for reply in replies) / max(1, prompt),
         requests_per_second=len(ended) / (stop - start),
         output_tokens_per_second=sum(reply.output_tokens for reply in ended) / (stop - start),
         unanswered=sum(reply.first_token is None for reply in due),

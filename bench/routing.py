@@ -35,6 +35,7 @@ from picker.up.cluster import warmpath_command
 from picker.up.processes import Child
 from worker.profiles import PROFILES
 
+DOCUMENTS = 15  # for each worker: together about half of all workers' KV memory
 OUTSTANDING = 12  # requests for each worker at once, while a backlog is worked off
 STEP_TOKENS = 512  # computed at most in a step, so that answers go on while prompts are computed
 PATIENCE = 2.0  # seconds after a run in which answers are still waited for
@@ -307,7 +308,7 @@ def main(
         warm_up=5.0,
         seconds=seconds,
         backlog=24,
-        shared=SHARED,
+        shared=dataclasses.replace(SHARED, documents=DOCUMENTS * workers),
     )
     if quick:
         few = dataclasses.replace(SHARED, documents=12, document=(800, 2000))
