@@ -1,0 +1,123 @@
+"""Real Envoy before a real picker before pods."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection
+from picker.envoy.bootstrap import bootstrap
+from picker.service import Service
+from tests.e2e.pods import Pod, running_pods
+from tests.envoy_process import Envoy as EnvoyProcess
+from tests.envoy_process import running_envoy
+
+DEADLINE = 30.0  # seconds, on a busy machine
+ANY_PORTS = Listen(grpc=0, health=0, http=0, admin=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """All of it, and a client of it."""
+
+    envoy: EnvoyProcess
+    service: Service
+    pods: Sequence[Pod]
+    http: aiohttp.ClientSession
+    admin: aiohttp.ClientSession
+
+    async def inflight(self) -> float:
+        """Requests and tokens that the picker counts as being served, over all pods."""
+        async with self.admin.get("/debug/state") as response:
+            pods = (await response.json())["pool"]["pods"]
+        return sum(pod["inflightRequests"] + pod["inflightTokens"] for pod in pods)
+
+    async def idle(self) -> None:
+        """Wait until nothing is counted as being served."""
+        await until(self.inflight, 0)
+
+    async def decision(self, request_id: str) -> Any:
+        """What the picker remembers of a request."""
+        async with self.admin.get("/debug/decisions", params={"request_id": request_id}) as told:
+            return (await told.json())["decisions"][0] if told.status == 200 else None
+
+    async def metric(self, name: str, label: str = "") -> float:
+        """The sum over a metric's series, or over those with a label."""
+        async with self.admin.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        series = [line for line in lines if line.startswith(name) and label in line]
+        return sum(float(line.split()[-1]) for line in series)
+
+
+async def until(value: Callable[[], Any], wanted: Any) -> None:
+    """Wait for what other processes do."""
+    async with asyncio.timeout(DEADLINE):
+        while await value() != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def config_for(pods: Sequence[Pod], **settings: Any) -> Config:
+    endpoints = [EndpointSpec(address=pod.address) for pod in pods]
+    return Config(
+        listen=ANY_PORTS,
+        pool=PoolSection(endpoints=endpoints),
+        envoy=Envoy(profile=settings.pop("profile", "standard")),
+        **settings,
+    )
+
+
+@asynccontextmanager
+async def running_gateway(
+    *,
+    pods: int = 2,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Gateway]:
+    """A gateway with a picker in this process. `change` may alter Envoy's bootstrap."""
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(running_pods(pods))
+        config = config_for(running, **settings)
+        service = Service(config)
+        stack.push_async_callback(service.stop)
+        ports = await service.start()
+        await service.until_ready()
+        listen = Listen(grpc=ports.grpc, health=ports.health, http=ports.http, admin=ports.admin)
+        told = bootstrap(msgspec.structs.replace(config, listen=listen))
+        if change is not None:
+            change(told)
+        envoy = await stack.enter_async_context(running_envoy(told))
+        http = await stack.enter_async_context(aiohttp.ClientSession(envoy.url))
+        admin = await stack.enter_async_context(
+            aiohttp.ClientSession(f"http://127.0.0.1:{ports.admin}")
+        )
+        yield Gateway(envoy, service, running, http, admin)
+
+
+def ext_proc(told: dict[str, Any]) -> dict[str, Any]:
+    """The ext_proc filter in a bootstrap."""
+    (manager,) = told["static_resources"]["listeners"][0]["filter_chains"][0]["filters"]
+    filters = manager["typed_config"]["http_filters"]
+    found: dict[str, Any] = next(
+        each["typed_config"] for each in filters if each["name"] == "envoy.filters.http.ext_proc"
+    )
+    return found
+
+
+def manager(told: dict[str, Any]) -> dict[str, Any]:
+    """The connection manager in a bootstrap."""
+    (only,) = told["static_resources"]["listeners"][0]["filter_chains"][0]["filters"]
+    found: dict[str, Any] = only["typed_config"]
+    return found
+
+
+def chat(text: str = "hello", pad: int = 0, **fields: Any) -> bytes:
+    """A chat request's body, made longer by some spaces that a JSON reader skips."""
+    body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+    return json.dumps(body).encode() + b" " * pad

@@ -1,0 +1,132 @@
+"""A pod that shows what reached it, and misbehaves as told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+METRICS = """\
+vllm:num_requests_running 0
+vllm:num_requests_waiting 0
+vllm:kv_cache_usage_perc 0.0
+"""
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+ACT = "x-act"  # a request header: "stream" or "cut"; else the request is shown
+
+
+@dataclass(eq=False)
+class Pod:
+    """A server on a free port.
+
+    With the header `x-act: stream` it answers with events, one for each `go.release()`, until
+    `stop()`. With `x-act: cut` it breaks off after the first.
+    """
+
+    address: str = ""
+    served: int = 0
+    events: int = 0  # written to streams
+    broken: int = 0  # streams that the other side broke off
+    go: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    stopping: bool = False
+    _runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen; on the same port as before, if it was started before."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await self._runner.setup()
+        port = int(self.address.rpartition(":")[2] or 0)
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def kill(self) -> None:
+        """Close the port and break off whatever runs."""
+        if self._runner is None:
+            return
+        server = self._runner.server
+        assert server is not None
+        for connection in server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+        self._runner = None
+
+    def stop(self) -> None:
+        """Let streams end."""
+        self.stopping = True
+        self.go.release()
+
+    async def wait_for_events(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while self.events < count:  # noqa: ASYNC110  # it goes through other processes
+                await asyncio.sleep(0.01)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=METRICS)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.served += 1
+        match request.headers.get(ACT):
+            case "stream":
+                return await self._stream(request)
+            case "cut":
+                return await self._cut(request)
+        body = await request.read()
+        return web.json_response(
+            {
+                "pod": self.address,
+                "method": request.method,
+                "path": request.path_qs,
+                "headers": [(name.lower(), value) for name, value in request.headers.items()],
+                "sha": hashlib.sha256(body).hexdigest(),
+                "usage": USAGE,
+            }
+        )
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        try:
+            await response.prepare(request)
+            number = 0
+            while True:
+                await self.go.acquire()
+                if self.stopping:
+                    break
+                await response.write(b"data: %d\n\n" % number)
+                number += 1
+                self.events += 1
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            self.broken += 1
+            raise
+        return response
+
+    async def _cut(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 0\n\n")
+        await self.go.acquire()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+
+@asynccontextmanager
+async def running_pods(count: int) -> AsyncIterator[list[Pod]]:
+    pods = [Pod() for _ in range(count)]
+    for pod in pods:
+        await pod.start()
+    try:
+        yield pods
+    finally:
+        for pod in pods:
+            await pod.kill()
