@@ -332,7 +332,7 @@ def main(profile: str, rounds: int, seconds: int, quick: bool, path: Path | None
     """Measure what a pick costs; print and write the results. About 7 minutes."""
     setups = PROFILES[profile]
     full = Plan(setups, rounds, seconds, latency_seconds=10, scrape_seconds=8, profile_seconds=8)
-    plan = Plan(setups, 1, 1, 2, 3, 2) if quick else full
+    plan = Plan(setups, 1, 1, 1, 2, 2) if quick else full
     with Progress(transient=True) as show:
         results = asyncio.run(measure(plan, show))
     for table in tables(results):
