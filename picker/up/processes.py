@@ -100,7 +100,7 @@ class Child:
         """The last line of its log that says something."""
         with self.log.open(errors="replace") as log:
             lines = deque((line.strip() for line in log if line.strip()), maxlen=1)
-        return lines[0] if lines else "it said nothing"
+        return lines[0].removeprefix("Error: ") if lines else "it said nothing"
 
 
 def _end_with_parent() -> None:
