@@ -87,6 +87,10 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def _is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def ask(url: str, prompt: str) -> tuple[int, dict[str, object]]:
     async with (
         aiohttp.ClientSession() as http,
@@ -125,7 +129,7 @@ async def test_the_demo_shows_each_conversation_on_its_warm_pod(profile: str) ->
         assert len(children) == 5  # three workers, picker, Envoy
         assert await up.end(signal.SIGINT) == 0
         assert not any(map(_listens, up.listening))
-        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        assert not any(map(_is_running, children))
 
 
 async def test_nothing_outlives_it_even_when_it_is_killed() -> None:
