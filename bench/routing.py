@@ -317,9 +317,9 @@ def main(
             workers=4,
             profile="qwen-32b-2xh100",
             seeds=1,
-            warm_up=1.0,
-            seconds=2.0,
-            backlog=8,
+            warm_up=0.5,
+            seconds=1.5,
+            backlog=6,
             shared=few,
         )
     with Progress(transient=True) as show:
