@@ -40,7 +40,9 @@ class Pod:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True
+        )
         await self._runner.setup()
         port = int(self.address.rpartition(":")[2] or 0)
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
