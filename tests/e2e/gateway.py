@@ -63,8 +63,9 @@ async def until(value: Callable[[], Any], wanted: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def config_for(pods: Sequence[Pod], **settings: Any) -> Config:
-    endpoints = [EndpointSpec(address=pod.address) for pod in pods]
+def config_for(pods: Sequence[Pod], addresses: Sequence[str] = (), **settings: Any) -> Config:
+    told = [*(pod.address for pod in pods), *addresses]
+    endpoints = [EndpointSpec(address=address) for address in told]
     return Config(
         listen=ANY_PORTS,
         pool=PoolSection(endpoints=endpoints),
@@ -77,13 +78,17 @@ def config_for(pods: Sequence[Pod], **settings: Any) -> Config:
 async def running_gateway(
     *,
     pods: int = 2,
+    addresses: Sequence[str] = (),
     change: Callable[[dict[str, Any]], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """A gateway with a picker in this process. `change` may alter Envoy's bootstrap."""
+    """A gateway with a picker in this process, before pods of ours and those at `addresses`.
+
+    `change` may alter Envoy's bootstrap.
+    """
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(running_pods(pods))
-        config = config_for(running, **settings)
+        config = config_for(running, addresses, **settings)
         service = Service(config)
         stack.push_async_callback(service.stop)
         ports = await service.start()

@@ -11,11 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI, NotFoundError
 
 from picker.config import Size
 from tests.e2e.gateway import DEADLINE, Gateway, chat, ext_proc, manager, running_gateway, until
 from tests.e2e.http2 import connected
 from tests.e2e.pods import ACT, USAGE, Pod
+from tests.worker.process import running_worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -186,6 +188,43 @@ async def test_a_conversation_stays_on_its_pod(gateway: Gateway) -> None:
             served.add((await response.json())["pod"])
         await gateway.idle()
     assert len(served) == 1
+
+
+async def test_real_workers_before_the_official_client() -> None:
+    flags = ("--simulate", "instant", "--served-model-name", "m")
+    async with running_worker(*flags) as one, running_worker(*flags) as two:
+        addresses = [worker.url.removeprefix("http://") for worker in (one, two)]
+        async with (
+            running_gateway(pods=0, addresses=addresses) as gateway,
+            AsyncOpenAI(base_url=f"{gateway.envoy.url}/v1", api_key="none") as client,
+        ):
+            assert [model.id async for model in client.models.list()] == ["m"]
+            messages: list[Any] = [{"role": "system", "content": "Be brief. " * 100}]
+            cached = []
+            for turn in range(4):
+                messages.append({"role": "user", "content": f"Question {turn}?"})
+                stream = await client.chat.completions.create(
+                    model="m",
+                    messages=messages,
+                    max_tokens=16,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                text = ""
+                async for chunk in stream:
+                    text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                    if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                        cached.append(chunk.usage.prompt_tokens_details.cached_tokens or 0)
+                messages.append({"role": "assistant", "content": text})
+            assert cached[0] == 0
+            assert cached[1:] == sorted(cached[1:])
+            assert cached[1] > 100  # the conversation stayed where its prefix was
+            await gateway.idle()
+            async with gateway.admin.get("/debug/decisions") as response:
+                decisions = (await response.json())["decisions"][:4]
+            assert [each["usage"]["cachedTokens"] for each in decisions] == cached[::-1]
+            with pytest.raises(NotFoundError):
+                await client.chat.completions.create(model="other", messages=messages)
 
 
 # Refusals
