@@ -311,7 +311,7 @@ def main(
         shared=dataclasses.replace(SHARED, documents=DOCUMENTS * workers),
     )
     if quick:
-        few = dataclasses.replace(SHARED, documents=12, document=(800, 2000))
+        few = dataclasses.replace(SHARED, documents=8, document=(800, 2000), answer=24)
         plan = dataclasses.replace(
             plan,
             workers=4,
