@@ -4,11 +4,16 @@ A page stays an ordinary page. What the tests need to know beyond it:
 
 - A ```bash or ```python block is run as it stands, in a directory of the page's own.
 - A ```text block behind one is its output. A line of `...` stands for any lines, `...` within a
-  line for anything; times, durations and request ids may differ.
+  line for anything; times, durations and request ids may differ, and so may the widths of a
+  table's columns and which of the pods on ports 8001 to 8009 it was. In the table of `warmpath up`
+  only who was cold and who was warm counts.
 - `<!-- not run: REASON -->` above a block says that it is not run, and why; see NOT_RUN.
-- A block that ends in a foreground `warmpath work` is a server: it runs while the page does.
-  `make up` counts as the `warmpath work` in the Makefile.
-- Ports 8000 to 8099 and 5500 to 5599 stand for free ones, and `/home/you` for the reader's home.
+- A block that ends in a foreground `warmpath work`, `pick` or `up` is a server: it runs while the
+  page does, or until another wants one of its ports. `make up` counts as the `warmpath up` in the
+  Makefile. A server that is given `-c` reads the file that a block before it has written.
+- Ports 8000 to 8099, 5500 to 5599, 9000 to 9099 and 9900 to 9999 stand for free ones, and
+  `/home/you` for the reader's home.
+- A ```yaml block whose first line is `# warmpath.yaml` is a configuration.
 """
 
 from __future__ import annotations
@@ -19,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "docs/serve.md",
-    ROOT / "docs/api.md",  # these three share one real worker, so they come first
-    *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/serve.md", ROOT / "docs/api.md"}),
+_FIRST = ["README.md", "docs/serve.md", "docs/api.md", "docs/quick-start.md", "docs/operate.md"]
+PAGES = [  # those that share servers stand together
+    *(ROOT / name for name in _FIRST),
+    *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / name for name in _FIRST}),
 ]
 NOT_RUN = {
     "runs every test",
@@ -38,7 +42,16 @@ _FENCE = re.compile(r"```(\w*)$")
 _MARKER = re.compile(r"<!-- not run: (.+) -->$")
 _VARYING = [
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", "TIME"),
-    (r"\b\d+(\.\d+)? m?s\b", "SECONDS"),
+    (r"\b\d\d:\d\d:\d\d\b", "TIME"),
+    (r"\b[\d,]+(\.\d+)? m?s\b", "SECONDS"),
+    (r"─+", "─"),
+    (r" {2,}", "  "),
+    (r"\b127\.0\.0\.1:800[1-9]\b", "POD"),
+    # A turn of a conversation: by the picker, then by round robin, which may have luck.
+    (r"\bworker-\d+  0/\d+  0/\d+  SECONDS  worker-.*", "COLD"),
+    (r"\bworker-\d+  [1-9]\d*/\d+  [1-9]\d*/\d+  SECONDS  worker-.*", "WARM"),
+    (r"\b\d+ of \d+ (prompt tokens came|by round robin)", r"N of M \1"),
+    (r"\b\d+\.\d times sooner", "N times sooner"),
     (r"\b(chatcmpl|cmpl)-[0-9a-f]+", r"\1-ID"),
     (r'"created": ?\d+', '"created": TIME'),
 ]

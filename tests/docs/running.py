@@ -1,4 +1,4 @@
-"""Runs the blocks of a page, and the workers that they talk to."""
+"""Runs the blocks of a page, and the servers that they talk to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from random import Random
 
+from picker.config import load
 from tests.docs.pages import ROOT, Block
 from worker.files.store import resolve
 
@@ -24,40 +25,45 @@ BLOCK_SECONDS = 60.0
 STOP_SECONDS = 30.0
 MODEL = "smollm2-135m"
 CACHE = "/home/you/.cache/warmpath/models"  # as the pages show it
-DEFAULT_FLAGS = "--port 8000 --kv-events-port 5557 --kv-replay-port 5558"
+DEFAULT_FLAGS = {  # of each server, with its ports written out so that they can be replaced
+    "up": "--port 8080 --worker-port 8001 --picker-port 9002 --health-port 9003 --http-port 9004 "
+    "--admin-port 9090 --envoy-admin-port 9901 --baseline-port 8081",
+    "pick": "--grpc-port 9002 --health-port 9003 --http-port 9004 --admin-port 9090",
+    "work": "--port 8000 --kv-events-port 5557 --kv-replay-port 5558",
+}
+LAST_WORDS = {  # of a server that has just become ready
+    "up": "Ctrl-C stops everything.\n",
+    "pick": " for /metrics and /debug\n",
+    "work": ": Ready in ",
+}
 
-_SERVER = re.compile(r"(?:\w+=\S+ )*warmpath work( [^&|;]*)?")
-_HTTP, _ZMQ = range(8000, 8100), range(5500, 5600)  # the ports that pages speak of
+_SERVER = re.compile(r"(?:\w+=\S+ )*warmpath (up|pick|work)\b(?!.* --check)[^&|;>]*")
+_RANGES = (range(8000, 8100), range(5500, 5600), range(9000, 9100), range(9900, 10_000))
 _PORT = re.compile(r"(?<![\w.,])\d{4,5}(?!\w|,\d)")
+_FILE = re.compile(r" -c (\S+)")
 
 
 class Ports:
-    """The ports of the pages, and free ones that stand for them."""
+    """The ports that pages speak of, and free ones that stand for them."""
 
     def __init__(self) -> None:
         random = Random()
+        count = sum(map(len, _RANGES))
         for _ in range(100):
-            self._base = random.randrange(20_000, 32_000, 200)
-            if all(map(_is_free, range(self._base, self._base + 200))):
-                return
-        raise OSError("found no 200 free ports in a row")
+            base = random.randrange(20_000, 32_000, count)
+            if all(map(_is_free, range(base, base + count))):
+                break
+        else:
+            raise OSError(f"found no {count} free ports in a row")
+        shown = [port for ports in _RANGES for port in ports]
+        self._real = dict(zip(shown, range(base, base + count), strict=True))
+        self._shown = {real: port for port, real in self._real.items()}
 
     def real(self, text: str) -> str:
-        return _PORT.sub(lambda match: str(self._to(int(match[0]))), text)
+        return _PORT.sub(lambda match: str(self._real.get(int(match[0]), match[0])), text)
 
     def shown(self, text: str) -> str:
-        return _PORT.sub(lambda match: str(self._from(int(match[0]))), text)
-
-    def _to(self, number: int) -> int:
-        if number in _HTTP:
-            return self._base + number - _HTTP.start
-        return self._base + 100 + number - _ZMQ.start if number in _ZMQ else number
-
-    def _from(self, number: int) -> int:
-        offset = number - self._base
-        if 0 <= offset < 100:
-            return _HTTP.start + offset
-        return _ZMQ.start + offset - 100 if 100 <= offset < 200 else number
+        return _PORT.sub(lambda match: str(self._shown.get(int(match[0]), match[0])), text)
 
 
 def _is_free(port: int) -> bool:
@@ -71,7 +77,7 @@ def _is_free(port: int) -> bool:
 
 
 def server_command(block: Block) -> str | None:
-    """The `warmpath work` that a block leaves running in the foreground, if it does."""
+    """The server that a block leaves running in the foreground, if it does."""
     last = block.commands[-1] if block.language == "bash" and block.commands else ""
     if last == "make up":
         return command_of_make_up()
@@ -92,10 +98,12 @@ def command_of_make_up() -> str:
 
 @dataclass
 class Server:
-    """A worker in a process of its own."""
+    """A worker, a picker or all of them, in a process of its own."""
 
     command: str
-    port: int
+    kind: str
+    port: int  # that answers HTTP: a picker's is its admin page's
+    ports: set[int]  # all that it listens on
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -111,7 +119,7 @@ class Server:
     def ready_log(self) -> str:
         """What it has logged so far, down to the line that says that it is ready."""
         deadline = time.monotonic() + STOP_SECONDS
-        while ": Ready in " not in (text := self.log.read_text()):
+        while LAST_WORDS[self.kind] not in (text := self.log.read_text()):
             assert time.monotonic() < deadline, f"`{self.command}` never said that it is ready"
             time.sleep(0.05)
         return text
@@ -127,7 +135,7 @@ class Server:
             connection.close()
 
     def end(self) -> None:
-        """Wait for the end of a worker that was told to stop; it must end well."""
+        """Wait for the end of a server that was told to stop; it must end well."""
         try:
             status = self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -136,8 +144,10 @@ class Server:
         assert status == 0, f"`{self.command}` ended with {status}:\n{self.log.read_text()}"
 
     def _is_ready(self) -> bool:
+        if self.kind == "up":
+            return LAST_WORDS["up"] in self.log.read_text()
         with suppress(OSError, HTTPException):
-            return self.ask("GET", "/ready")[0] == 200
+            return self.ask("GET", "/readyz" if self.kind == "pick" else "/ready")[0] == 200
         return False
 
 
@@ -159,25 +169,29 @@ class Runner:
         """Output as it is on a reader's machine."""
         return self._ports.shown(text).replace(f"{self.directory}/models", CACHE)
 
-    def serve(self, command: str) -> Server:
-        """A ready worker, with no prefix cached; the one that runs already if it is the same."""
-        command = _completed(command)
+    def serve(self, command: str, directory: Path) -> Server:
+        """A ready server; the one that runs already if it is the same. A worker's prefix cache is
+        empty then. What else listens on its ports is ended before, as a reader would."""
         if command in self._servers:
             server = self._servers[command]
-            assert server.ask("POST", "/reset_prefix_cache") == (200, b'{"success":true}')
+            if server.kind == "work":
+                assert server.ask("POST", "/reset_prefix_cache") == (200, b'{"success":true}')
             return server
-        log = self.directory / f"worker-{len(list(self.directory.glob('worker-*')))}.log"
+        kind, real = self._completed(command)
+        port, ports = _listens(kind, real, directory)
+        self._end([name for name, other in self._servers.items() if other.ports & ports])
+        log = self.directory / f"server-{len(list(self.directory.glob('server-*')))}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["bash", "-c", _exec(self._ports.real(command))],
+                ["bash", "-c", _exec(real)],
+                cwd=directory,
                 env=self._environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        port = int(self._ports.real(re.findall(r"--port (\d+)", command)[-1]))
-        server = self._servers[command] = Server(command, port, process, log)
+        server = self._servers[command] = Server(command, kind, port, ports, process, log)
         server.wait_until_ready()
         return server
 
@@ -209,10 +223,14 @@ class Runner:
         return text
 
     def keep(self, commands: Iterable[str]) -> None:
-        """End every process that was started, but the workers of these commands."""
+        """End every process that was started, but the servers of these commands; those that read
+        a page's files end too."""
         self._end_groups()
-        kept = set(map(_completed, commands))
-        ending = [self._servers.pop(command) for command in self._servers.keys() - kept]
+        kept = {command for command in commands if not _FILE.search(command)}
+        self._end(self._servers.keys() - kept)
+
+    def _end(self, commands: Iterable[str]) -> None:
+        ending = [self._servers.pop(command) for command in commands]
         for server in ending:
             server.process.terminate()
         try:
@@ -221,6 +239,16 @@ class Runner:
         finally:
             for server in ending:
                 server.process.kill()
+
+    def _completed(self, command: str) -> tuple[str, str]:
+        """What a command starts, and the command with free ports in the place of the page's."""
+        match = _SERVER.fullmatch(command)
+        assert match, command
+        kind = match[1]
+        if not _FILE.search(command):  # a file names the ports itself
+            name = f"warmpath {kind}"
+            command = command.replace(name, f"{name} {DEFAULT_FLAGS[kind]}", 1)
+        return kind, self._ports.real(command)
 
     def _environment(self) -> dict[str, str]:
         """A reader's, with this environment's commands first and one model pulled."""
@@ -231,6 +259,7 @@ class Runner:
             "PATH": path,
             "PYTHONUNBUFFERED": "1",
             "WARMPATH_CACHE": str(self.directory),
+            "WARMPATH_ADMIN": self._ports.real("http://127.0.0.1:9090"),
             "OMP_WAIT_POLICY": "PASSIVE",  # no spinning: other tests want the cores too
         }
 
@@ -241,9 +270,17 @@ class Runner:
         self._groups.clear()
 
 
-def _completed(command: str) -> str:
-    """The command with its defaults written out, so that their ports can be replaced."""
-    return command.replace("warmpath work", f"warmpath work {DEFAULT_FLAGS}", 1)
+def _listens(kind: str, command: str, directory: Path) -> tuple[int, set[int]]:
+    """The port where a server answers HTTP, and all its ports."""
+    if file := _FILE.search(command):
+        listen = load(directory / file[1]).listen
+        return listen.admin, {listen.grpc, listen.health, listen.http, listen.admin}
+    flags = {flag: int(port) for flag, port in re.findall(r"--([a-z-]*port) (\d+)", command)}
+    ports = set(flags.values()) - {0}
+    if kind == "up":
+        workers = re.search(r"--workers (\d+)", command)
+        ports |= {flags["worker-port"] + i for i in range(int(workers[1]) if workers else 2)}
+    return flags["admin-port" if kind == "pick" else "port"], ports
 
 
 def _exec(command: str) -> str:
