@@ -3,7 +3,8 @@
 --   first   Unix milliseconds when the first piece of a stream's body came
 --   usage   {"usage": {...}}; Anthropic's streams tell the prompt's at their beginning, which is
 --           added as {"message": {"usage": {...}}, "usage": {...}}
--- Only the first piece and the last few KiB of a response are looked at, and nothing is held back.
+-- Only the first and last few KiB of a response are looked at, and nothing is held back.
+local HEAD = 2048
 local TAIL = 4096
 
 local function find_usage(text, from)
@@ -35,7 +36,7 @@ function envoy_on_response(handle)
     return
   end
 
-  local begun = nil
+  local head = ""
   local pieces, oldest, newest, held = {}, 1, 0, 0
   for piece in handle:bodyChunks() do
     local length = piece:length()
@@ -44,7 +45,9 @@ function envoy_on_response(handle)
       local bytes = piece:getBytes(length - kept, kept)
       if is_stream and newest == 0 then
         handle:streamInfo():dynamicMetadata():set("warmpath", "first", handle:timestamp())
-        begun = find_usage(bytes, 1)
+      end
+      if is_stream and #head < HEAD then
+        head = head .. piece:getBytes(0, math.min(length, HEAD - #head))
       end
       newest = newest + 1
       pieces[newest], held = bytes, held + kept
@@ -55,6 +58,7 @@ function envoy_on_response(handle)
     end
   end
 
+  local begun = find_usage(head, 1)
   local usage = newest > 0 and last_usage(table.concat(pieces, "", oldest, newest)) or begun
   if usage then
     local document = '"usage":' .. usage .. "}"
