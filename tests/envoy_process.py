@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,10 @@ async def _until_live(
     async with asyncio.timeout(DEADLINE):
         while True:
             assert process.returncode is None, _text(log)
-            async with admin.get("/ready") as response:
-                if response.status == 200:
-                    return
+            with suppress(aiohttp.ClientConnectionError):
+                async with admin.get("/ready") as response:
+                    if response.status == 200:
+                        return
             await asyncio.sleep(0.01)
 
 
