@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import IntEnum, auto
 
 from picker.director import Outcome, Pick
 from picker.envoy.names import DESTINATION, OWNED_PREFIXES
@@ -64,7 +64,7 @@ class BodyMode(IntEnum):
     FULL_DUPLEX_STREAMED = 4
 
 
-class Message(Enum):
+class Message(IntEnum):
     """One message of Envoy. As a reply: let it go on as it is."""
 
     REQUEST_HEADERS = auto()
@@ -93,7 +93,7 @@ class Steer:
     message: Message  # the one that this answers: the request's headers or body
     destination: str  # for the header DESTINATION and the metadata of the same name
     request_id: str | None  # set as a header, unless None: the client's is as good
-    remove: Sequence[str]  # headers, besides OWNED_HEADERS
+    remove: tuple[str, ...]  # headers, besides OWNED_HEADERS
     responses_off: BodyMode | None = None  # see Await
 
 
@@ -116,6 +116,7 @@ class Chunk:
 Reply = Message | Steer | Await | Chunk | Refusal
 Route = Callable[[HttpRequest], Pick]  # raises Refusal
 
+_NOT_REMOVED = frozenset((DESTINATION, *OWNED_HEADERS))
 _NO_REPLY: tuple[Reply, ...] = ()
 
 
@@ -274,11 +275,11 @@ class Exchange:
                 message,
                 pick.destination,
                 None if headers.get(REQUEST_ID) == pick.request_id else pick.request_id,
-                [
+                tuple(
                     name
                     for name in headers
-                    if name.startswith(OWNED_PREFIXES) and name != DESTINATION
-                ],
+                    if name.startswith(OWNED_PREFIXES) and name not in _NOT_REMOVED
+                ),
                 self._responses_off() if message is Message.REQUEST_HEADERS else None,
             )
         ]

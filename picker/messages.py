@@ -1,7 +1,7 @@
 """ext_proc's protobuf, and nothing else knows it: messages to events, replies to bytes.
 
-Decoding is by upb, 1.5 µs a message. Replies that are always the same are serialised once; a full
-chunk of a body is its bytes behind a constant prefix, so that a long body is copied once.
+Decoding is by upb, 1.5 µs a message. Replies that come again are serialised once. A chunk of a body
+is its bytes between constant ones, so that a long body is copied once.
 
 `clear_route_cache` is left off. The endpoint is read by the cluster's load balancer, after the
 route is chosen, and no header that a route would match on is set here; choosing the route again
@@ -11,6 +11,7 @@ would cost time, and could send a request with one pool's endpoint into another 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValueOption
@@ -19,13 +20,13 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
     ProcessingRequest,
     ProcessingResponse,
+    StreamedBodyResponse,
 )
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.struct_pb2 import Value  # type: ignore[import-untyped]
 
 from picker.envoy.names import DESTINATION, LB_NAMESPACE, SERVED
 from picker.exchange import (
-    MAX_CHUNK,
     OWNED_HEADERS,
     REQUEST_ID,
     Await,
@@ -146,11 +147,10 @@ def encode(reply: Reply) -> bytes:
         case Message():
             return _PASS[reply]
         case Chunk(message, data, end):
-            if not end and len(data) == MAX_CHUNK:
-                return b"".join((_FULL_CHUNK[message], data))
-            return _chunk(message, bytes(data), end)
+            before, after = _around_chunk(message, len(data), end)
+            return b"".join((before, data, after))
         case Steer():
-            return _steer(reply)
+            return _known_steer(reply) if reply.request_id is None else _steer(reply)
         case Await(responses_off):
             return _AWAIT[responses_off]
         case Refusal():
@@ -168,12 +168,16 @@ def _pass(message: Message) -> bytes:
     return bytes(response.SerializeToString())
 
 
-def _chunk(message: Message, data: bytes, end: bool) -> bytes:
+@lru_cache(4096)
+def _around_chunk(message: Message, length: int, end: bool) -> tuple[bytes, bytes]:
+    """What stands before and after the bytes of a chunk of some length."""
     response = ProcessingResponse()
     streamed = _common(response, message).body_mutation.streamed_response
-    streamed.body = data
+    streamed.body = bytes(length)
     streamed.end_of_stream = end
-    return bytes(response.SerializeToString())
+    whole = bytes(response.SerializeToString())
+    after = _END_OF_STREAM if end else b""
+    return whole[: len(whole) - length - len(after)], after
 
 
 def _responses_off(response: ProcessingResponse, request_mode: BodyMode) -> None:
@@ -207,6 +211,9 @@ def _steer(reply: Steer) -> bytes:
     return bytes(response.SerializeToString())
 
 
+_known_steer = lru_cache(1024)(_steer)  # the same endpoints come again and again
+
+
 def _immediate(refusal: Refusal) -> bytes:
     response = ProcessingResponse()
     immediate = response.immediate_response
@@ -227,7 +234,4 @@ def _set(headers: Any, name: str, value: str) -> None:
 
 _PASS = {message: _pass(message) for message in Message}
 _AWAIT = {mode: _await(mode) for mode in (None, *BodyMode)}
-_FULL_CHUNK = {
-    message: _chunk(message, bytes(MAX_CHUNK), False)[:-MAX_CHUNK]
-    for message in (Message.REQUEST_BODY, Message.RESPONSE_BODY)
-}
+_END_OF_STREAM = StreamedBodyResponse(end_of_stream=True).SerializeToString()

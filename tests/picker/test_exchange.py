@@ -289,7 +289,7 @@ def test_headers_that_only_the_picker_may_set_are_removed() -> None:
     }
     steer = Talk(DUPLEX).send(headers=POST | evil)[0]
     assert isinstance(steer, Steer)
-    assert steer.remove == ["x-gateway-destination-endpoint-elsewhere", "x-warmpath-anything"]
+    assert steer.remove == ("x-gateway-destination-endpoint-elsewhere", "x-warmpath-anything")
 
 
 # Limits and refusals
