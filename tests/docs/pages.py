@@ -36,6 +36,7 @@ NOT_RUN = {
     "takes minutes",
     "loads a second model",
     "needs another project",
+    "installs packages",
 }
 
 _FENCE = re.compile(r"```(\w*)$")
@@ -105,12 +106,12 @@ def prose_of(page: Path) -> str:
 def matches(expected: str, actual: str) -> bool:
     """Whether a page's output block describes what was printed."""
     pattern = ""
-    for line in _steady(expected).splitlines():
+    for line in _steady(expected).rstrip().splitlines():
         if line.strip() == "...":
             pattern += r"(?:.*\n)*"
         else:
             pattern += ".*".join(map(re.escape, line.rstrip().split("..."))) + r"[ ]*\n"
-    return re.fullmatch(pattern, _steady(actual).rstrip("\n") + "\n") is not None
+    return re.fullmatch(pattern, _steady(actual).rstrip() + "\n") is not None
 
 
 def _steady(text: str) -> str:

@@ -39,7 +39,7 @@ LAST_WORDS = {  # of a server that has just become ready
 
 _SERVER = re.compile(r"(?:\w+=\S+ )*warmpath (up|pick|work)\b(?!.* --check)[^&|;>]*")
 _RANGES = (range(8000, 8100), range(5500, 5600), range(9000, 9100), range(9900, 10_000))
-_PORT = re.compile(r"(?<![\w.,])\d{4,5}(?!\w|,\d)")
+_PORT = re.compile(r"(?<![\w.,])\d{4,5}(?!\w|,\d{3}(?![\d.]))")  # no number with thousands
 _FILE = re.compile(r" -c (\S+)")
 
 
@@ -280,6 +280,8 @@ def _listens(kind: str, command: str, directory: Path) -> tuple[int, set[int]]:
     if kind == "up":
         workers = re.search(r"--workers (\d+)", command)
         ports |= {flags["worker-port"] + i for i in range(int(workers[1]) if workers else 2)}
+        if "--no-demo" in command:
+            ports.remove(flags["baseline-port"])
     return flags["admin-port" if kind == "pick" else "port"], ports
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 import msgspec
 import pytest
+import yaml
 from click.testing import CliRunner
 
+from picker import config, gauges, metrics
+from picker.admin import Pages
+from picker.admin import make_app as make_admin_app
 from picker.cli import main
+from picker.envoy.names import PICK_PATH
+from picker.exposition import Spec
+from picker.filters import FILTERS
+from picker.schedule import DEFAULT_SCORERS, FRESH
+from picker.service import check_config
+from scorers import SCORERS
 from tests.docs.pages import NOT_RUN, PAGES, ROOT, Block, blocks_of, matches, prose_of
 from tests.docs.running import DEFAULT_FLAGS, Runner, Server, server_command
 from worker.api.protocol import ChatRequest, CompletionRequest
@@ -28,6 +40,10 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.engine": "bench.engine",
     "python -m kernels.bench": "kernels.bench",
     "python -m bench.simulated": "bench.simulated",
+    "python -m bench.picker": "bench.picker",
+    "python -m bench.routing": "bench.routing",
+    "python -m bench.schedule": "bench.schedule",
+    "python -m bench.policies": "bench.policies",
 }
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
@@ -58,9 +74,22 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 @pytest.fixture(scope="module")
 def worker(runner: Runner) -> Server:
     """A worker to look things up at."""
-    command = "warmpath work --simulate instant --port 8000"
-    runner.keep([command])
-    return runner.serve(command)
+    return looked_up_at(runner)[0]
+
+
+@pytest.fixture(scope="module")
+def picker(runner: Runner) -> Server:
+    """A picker to look things up at."""
+    return looked_up_at(runner)[1]
+
+
+def looked_up_at(runner: Runner) -> list[Server]:
+    commands = [
+        "warmpath work --simulate instant --port 8000",
+        "warmpath pick --endpoint 127.0.0.1:8000",
+    ]
+    runner.keep(commands)
+    return [runner.serve(command, runner.directory) for command in commands]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -74,7 +103,7 @@ def test_every_block_runs_and_prints_what_the_page_says(
         if command is None:
             printed = runner.run(block, tmp_path)
         else:
-            printed = runner.shown(runner.serve(command).ready_log)
+            printed = runner.shown(runner.serve(command, tmp_path).ready_log)
         if block.output is not None:
             assert matches(block.output, printed), (
                 f"{block.place} should print\n{block.output}\nbut printed\n{printed}"
@@ -142,15 +171,45 @@ def flags_of(command: click.Command) -> set[str]:
 def test_flags_in_the_text_exist(page: Path) -> None:
     flags = set().union(*map(flags_of, commands().values()))
     named = set(re.findall(r"`(--[a-z][a-z-]*)", prose_of(page)))
-    assert not named - flags - {"--merge"}  # which is llama-gguf-split's
+    assert not named - flags - {"--merge", "--use-dynamic-base-id"}  # of other programs
 
 
-def test_default_flags_are_the_defaults() -> None:
-    work = main.get_command(click.Context(main), "work")
-    assert work is not None
+@pytest.mark.parametrize("name", ["up", "work"])
+def test_default_flags_are_the_defaults(name: str) -> None:
+    command = command_called(name)
     simulated = ["--simulate", "instant"]
-    defaults = work.make_context("work", [*simulated]).params
-    assert defaults == work.make_context("work", [*simulated, *DEFAULT_FLAGS.split()]).params
+    defaults = command.make_context(name, [*simulated]).params
+    written = [*simulated, *DEFAULT_FLAGS[name].split()]
+    assert defaults == command.make_context(name, written).params
+
+
+def test_default_flags_of_the_picker_are_its_configurations() -> None:
+    given = command_called("pick").make_context("pick", DEFAULT_FLAGS["pick"].split()).params
+    ports = {name: given[name] for name in ("grpc", "health", "http", "admin")}
+    assert config.Listen(**ports) == config.Listen()
+
+
+def command_called(name: str) -> click.Command:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    return command
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("up", "docs/quick-start.md"),
+        ("pick", "docs/operate.md"),
+        ("explain", "docs/operate.md"),
+        ("envoy", "docs/envoy.md"),
+    ],
+)
+def test_every_flag_of_the_picker_is_documented(name: str, page: str) -> None:
+    text = (ROOT / page).read_text()
+    for each in command_called(name).params:
+        for flag in (*each.opts, *each.secondary_opts):
+            if flag.startswith("--") and flag != "--config":  # which everybody writes as -c
+                assert re.search(rf"{flag}\b(?!-)", text), f"{page} does not tell of {flag}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -170,20 +229,41 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_metrics_exist(worker: Server) -> None:
+def test_metrics_exist(worker: Server, picker: Server) -> None:
     worker.ask("GET", "/v1/models")  # so that there are series about HTTP
-    page = worker.ask("GET", "/metrics")[1].decode()
+    page = worker.ask("GET", "/metrics")[1].decode() + picker.ask("GET", "/metrics")[1].decode()
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
-    name = re.compile(r"\b(?:vllm|warmpath):\w+|\b(?:process|http_request)_\w+|\bhttp_requests\w+")
+    for histogram in re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE):
+        exported |= {f"{histogram}_{part}" for part in ("bucket", "sum", "count")}
+    name = re.compile(
+        r"\b(?:vllm|warmpath):\w+|\b(?:process|http_request)_\w+|\bhttp_requests\w+"
+        r"|\b(?:inference|warmpath)_[a-z]\w+"
+    )
     for path in PAGES:
         assert not set(name.findall(path.read_text())) - exported, path
 
 
-def test_paths_are_routed(worker: Server) -> None:
+def test_every_metric_of_the_picker_is_documented() -> None:
+    specs = [
+        value
+        for module in (metrics, gauges)
+        for found in vars(module).values()
+        for value in (found.values() if isinstance(found, dict) else [found])
+        if isinstance(value, Spec)
+    ]
+    assert len(specs) > 25
+    rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
+    kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
+    for spec in specs:
+        assert kinds.get(spec.name) == spec.kind, spec.name
+
+
+def test_paths_are_routed(worker: Server, picker: Server) -> None:
     paths = {path for page in PAGES for path in paths_in(page)}
-    assert {"/v1/chat/completions", "/ready"} <= paths
+    assert {"/v1/chat/completions", "/ready", "/debug/state"} <= paths
     for path in paths:
-        assert worker.ask("OPTIONS", path)[0] == 405, f"{path} is not routed"
+        answers = {server.ask("OPTIONS", path)[0] for server in (worker, picker)}
+        assert 405 in answers, f"{path} is not routed"
 
 
 def paths_in(page: Path) -> set[str]:
@@ -192,7 +272,126 @@ def paths_in(page: Path) -> set[str]:
     named = re.findall(r"`(?:(?:GET|POST) )?(/[a-z0-9_/]*)`", prose_of(page))
     named += re.findall(r"http://127\.0\.0\.1:[^\s/]+(/[\w/]+)", text)
     named += re.findall(r"path: (/[a-z0-9_/]+)", text)
-    return set(named) - {"/v1"}  # which clients are told as their base URL
+    known = {path.removeprefix(PICK_PATH) or "/" for path in named}  # which the lean profile adds
+    return known - {"/v1"}  # which clients are told as their base URL
+
+
+def test_every_admin_page_is_documented() -> None:
+    source = Path(make_admin_app.__code__.co_filename).read_text()
+    paths = re.findall(r'web\.get\("([^"]+)", pages\.(\w+)\)', source)
+    assert len(paths) > 5
+    for path, method in paths:
+        assert hasattr(Pages, method)
+        assert f"| `GET {path}` |" in page_text("operate")
+
+
+def page_text(name: str) -> str:
+    return (ROOT / f"docs/{name}.md").read_text()
+
+
+def rows_of(name: str, heading: str) -> dict[str, str]:
+    """The rows of the tables of a part of a page, by what stands first in them, in code."""
+    part = re.split(r"^#+ ", page_text(name).partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
+    assert part, f"docs/{name}.md has no part {heading!r}"
+    return {
+        key: row
+        for row in part.splitlines()
+        if row.startswith("| `")
+        for key in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    }
+
+
+def keys_of(section: type, before: str = "") -> Iterator[str]:
+    """The keys of warmpath.yaml as the page writes them."""
+    for field in msgspec.structs.fields(section):
+        key = before + field.encode_name
+        if isinstance(field.type, type) and issubclass(field.type, config.Section):
+            yield from keys_of(field.type, f"{key}.")
+        else:
+            yield key
+            for inner in get_args(field.type):
+                if isinstance(inner, type) and issubclass(inner, config.Section):
+                    yield from keys_of(inner, f"{key}[].")
+
+
+def test_the_reference_of_the_configuration_is_whole_and_true() -> None:
+    rows = rows_of("operate", "warmpath.yaml")
+    assert list(rows) == list(keys_of(config.Config))
+    written: dict[str, Any] = {}
+    for key, row in rows.items():
+        default = row.split(" | ")[1].strip("` ")
+        if "[]" in key:
+            continue
+        section = written
+        *sections, last = key.split(".")
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = yaml.safe_load(default)
+    assert config.parse(yaml.safe_dump(written)) == config.Config()
+
+
+def test_the_reference_of_the_configuration_has_all_bounds() -> None:
+    rows = rows_of("operate", "warmpath.yaml")
+    for key, (least, most) in config.LEAST_AND_MOST.items():
+        assert f"{least} to {most}" in rows[key], key
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in BLOCKS if block.code.startswith("# warmpath.yaml\n")],
+    ids=lambda block: block.place,
+)
+def test_configurations_can_be_used(block: Block) -> None:
+    check_config(config.parse(block.code, block.place, check_config))
+
+
+@pytest.mark.parametrize(
+    ("heading", "registry"),
+    [("Scorers", SCORERS), ("Filters", FILTERS)],
+    ids=["scorers", "filters"],
+)
+def test_the_policy_page_has_every_scorer_and_filter(
+    heading: str, registry: dict[str, type]
+) -> None:
+    rows = rows_of("policy", heading)
+    assert set(rows) - {FRESH} == set(registry)
+    for name, cls in registry.items():
+        parameters = rows[name].rsplit(" | ", 1)[1]
+        told = dict(re.findall(r"`(\w+)`(?: \((.+?)\))?", parameters))
+        assert told == {
+            camel(field.name): shown_default(field.default) for field in dataclasses.fields(cls)
+        }, name
+
+
+def camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+def shown_default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return ""
+    return "none" if value == inf else f"{value:.10g}"
+
+
+def test_the_policy_page_has_every_chooser_and_the_default() -> None:
+    types = get_type_hints(config.PickerSection)["type"]
+    assert set(rows_of("policy", "Choosers")) == set(get_args(types))
+    default = next(block for block in BLOCKS if "uncached: 1\n" in block.code)
+    shown = config.parse(default.code).scheduling
+    assert shown.scorers == DEFAULT_SCORERS
+    assert shown.picker == config.PickerSection()
+
+
+def test_the_operating_page_has_every_refusal() -> None:
+    table = page_text("operate").partition("## What the picker answers itself")[2]
+    told = set(re.findall(r"`(\w+)`", table.partition("## ")[0]))
+    for module in (ROOT / "picker").rglob("*.py"):
+        if module.name == "admin.py":
+            continue  # whose pages are for operators
+        made = re.findall(r'(?:Refusal|_refuse|_break)\(\s*(\d{3}),\s*"(\w+)"', module.read_text())
+        for _, reason in made:
+            assert reason in told, f"{reason} of {module.name}"
 
 
 def test_the_api_page_has_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
