@@ -62,7 +62,7 @@ class AccessLogService:
             began = found["first"].number_value if "first" in found else None
             pick.first_token(_first_token(common, began))
         if not going_on:
-            usage = _usage(found) if found else None
+            usage = _usage(found) if found and status < 300 else None
             pick.end(_outcome(status, common), usage)
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 MAX_HEAD = 128 << 10  # bytes of a request line and headers; Envoy's own limit is 60 KiB
 MAX_HEADERS = 200
 MAX_CONNECTIONS = 8192
+BACKLOG = 1024  # connections that wait to be taken: a busy Envoy opens many at once
 MAX_HELD_BODIES = 32  # times the body limit: bytes of unfinished bodies, all connections together
 SLOW = 30  # sweeps, after which an unfinished request is given up
 SWEEP_SECONDS = 0.5  # as often as Envoy tells of running requests
@@ -72,7 +73,7 @@ class LeanServer:
         listen = self._config.listen
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), listen.host.strip("[]"), listen.http
+            lambda: Connection(self), listen.host.strip("[]"), listen.http, backlog=BACKLOG
         )
         self._sweep_on()
         return int(self._server.sockets[0].getsockname()[1])

@@ -8,12 +8,18 @@ from typing import Any as Json
 import yaml
 from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
 from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+    DownstreamConnectionsConfig,
+)
+from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy import clusters, listener
 from picker.envoy.parts import as_dict, socket
 
 ADMIN_HOST = "127.0.0.1"
+MAX_CLIENTS = 50_000  # connections
 
 
 def bootstrap(
@@ -45,10 +51,21 @@ def bootstrap(
         listeners.append(listener.baseline(config, baseline_port))
     whole = Bootstrap(
         node=Node(id=f"warmpath-{config.pool.name}", cluster="warmpath"),
-        admin=Admin(address=socket(ADMIN_HOST, config.envoy.admin)),
+        admin=Admin(address=socket(ADMIN_HOST, config.envoy.admin), ignore_global_conn_limit=True),
+        overload_manager=OverloadManager(resource_monitors=[_connections()]),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=upstreams),
     )
     return as_dict(whole)
+
+
+def _connections() -> ResourceMonitor:
+    """A bound on clients' connections: each may hold a body."""
+    return ResourceMonitor(
+        name="envoy.resource_monitors.global_downstream_max_connections",
+        typed_config=Any.pack(
+            DownstreamConnectionsConfig(max_active_downstream_connections=MAX_CLIENTS)
+        ),
+    )
 
 
 def as_json(bootstrap: dict[str, Json]) -> str:

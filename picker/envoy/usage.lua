@@ -26,9 +26,8 @@ local function last_usage(text)
 end
 
 function envoy_on_response(handle)
-  local headers = handle:headers()
-  local kind = headers:get("content-type")
-  if kind == nil or headers:get(":status") ~= "200" or headers:get("content-encoding") ~= nil then
+  local kind = handle:headers():get("content-type")
+  if kind == nil then
     return
   end
   local is_stream = string.find(kind, "text/event-stream", 1, true) ~= nil

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -193,7 +194,12 @@ async def test_the_responses_api_tells_it_within_its_last_event(pipe: Pipe) -> N
         (b'{"usage": {"prompt_tokens": "many"}}', JSON, "200 OK", ""),
         (b'{"usage": {"prompt_tokens": 1}}', "text/plain", "200 OK", ""),
         (b'{"usage": {"prompt_tokens": 1}}', JSON, "404 Not Found", ""),
-        (b'{"usage": {"prompt_tokens": 1}}', JSON, "200 OK", "\r\ncontent-encoding: gzip"),
+        (
+            gzip.compress(b'{"usage": {"prompt_tokens": 1}}'),
+            JSON,
+            "200 OK",
+            "\r\ncontent-encoding: gzip",
+        ),
         (b'"usage": ' * 500, JSON, "200 OK", ""),
         (b'{"usage": ' + b"{" * 2000 + b"}" * 2000 + b"}", JSON, "200 OK", ""),
     ],

@@ -162,6 +162,12 @@ def test_usage_that_is_none(log: Log, usage: str) -> None:
     assert (pick.outcome, pick.usage) == (Outcome.COMPLETED, None)
 
 
+def test_an_error_has_no_usage(log: Log) -> None:
+    pick = log.picked()
+    log.service.settle(entry(status=404, usage='{"usage": {"prompt_tokens": 9}}'))
+    assert (pick.outcome, pick.usage) == (Outcome.COMPLETED, None)
+
+
 @pytest.fixture
 async def channel(log: Log) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server()
