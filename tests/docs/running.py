@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -190,6 +191,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         server = self._servers[command] = Server(command, kind, port, ports, process, log)
         server.wait_until_ready()
@@ -283,6 +285,12 @@ def _listens(kind: str, command: str, directory: Path) -> tuple[int, set[int]]:
         if "--no-demo" in command:
             ports.remove(flags["baseline-port"])
     return flags["admin-port" if kind == "pick" else "port"], ports
+
+
+def _end_with_parent() -> None:
+    """In the child: ask Linux for SIGTERM when the tests end without ending it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _exec(command: str) -> str:

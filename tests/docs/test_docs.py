@@ -171,7 +171,7 @@ def flags_of(command: click.Command) -> set[str]:
 def test_flags_in_the_text_exist(page: Path) -> None:
     flags = set().union(*map(flags_of, commands().values()))
     named = set(re.findall(r"`(--[a-z][a-z-]*)", prose_of(page)))
-    assert not named - flags - {"--merge", "--use-dynamic-base-id"}  # of other programs
+    assert not named - flags - {"--merge", "--disable-hot-restart"}  # of other programs
 
 
 @pytest.mark.parametrize("name", ["up", "work"])
