@@ -11,7 +11,7 @@ import uvloop
 from rich.console import Console
 
 from picker.config import Listen
-from picker.up.cluster import CannotStart, Plan, find_envoy, warmpath_command
+from picker.up.cluster import CannotStart, Plan, check_ports, find_envoy, warmpath_command
 from picker.up.demo import DemoFailed
 from picker.up.processes import ChildFailed
 
@@ -99,6 +99,7 @@ def up(
     )
     try:
         find_envoy()
+        check_ports(plan)
         if simulate is None:
             _fetch(model)
         uvloop.run(run(plan, Console(), demo=demo))

@@ -67,15 +67,15 @@ def check_ports(plan: Plan) -> None:
     """Raises CannotStart when a port that is needed is taken."""
     wanted = {
         plan.port: "Envoy (--port)",
-        plan.envoy_admin: "Envoy's admin page (--envoy-admin-port)",
+        plan.envoy_admin: "Envoy (--envoy-admin-port)",
         plan.listen.grpc: "the picker (--picker-port)",
-        plan.listen.health: "the picker's health",
-        plan.listen.http: "the picker's HTTP",
-        plan.listen.admin: "the picker's admin page (--admin-port)",
+        plan.listen.health: "the picker (--health-port)",
+        plan.listen.http: "the picker (--http-port)",
+        plan.listen.admin: "the picker (--admin-port)",
     }
     wanted |= dict.fromkeys(plan.worker_ports, "a worker (--worker-port)")
     if plan.baseline_port is not None:
-        wanted[plan.baseline_port] = "round robin, for comparison"
+        wanted[plan.baseline_port] = "round robin (--baseline-port)"
     for port, user in wanted.items():
         if not _is_free(port):
             raise CannotStart(f"port {port} is in use; {user} needs it")
@@ -148,7 +148,7 @@ def envoy(plan: Plan, directory: Path) -> Child:
         command=[
             find_envoy(),
             *("-c", str(path)),
-            *("--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"),
+            *("--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"),
         ],
         log=directory / "envoy.log",
         ready_url=f"http://{HOST}:{plan.envoy_admin}/ready",

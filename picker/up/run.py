@@ -28,7 +28,6 @@ async def run(plan: Plan, console: Console, *, demo: bool) -> None:
     Raises:
         CannotStart, ChildFailed, DemoFailed: why not, in a line.
     """
-    cluster.check_ports(plan)
     directory = Path(tempfile.mkdtemp(prefix="warmpath-up-"))
     workers = cluster.workers(plan, directory)
     front = [cluster.picker(plan, directory), cluster.envoy(plan, directory)]
@@ -154,7 +153,7 @@ async def _watch(workers: Sequence[Child], front: Sequence[Child], console: Cons
                 what = f"{child.name} ended with status {task.result()}: {child.last_words()}"
                 if child in front or not any(worker in ends.values() for worker in workers):
                     raise ChildFailed(what)
-                console.print(f"{what}\nThe others go on", style="yellow")
+                console.print(f"{what}\nThe others go on", style="yellow", soft_wrap=True)
     finally:
         for task in ends:
             task.cancel()
