@@ -6,7 +6,10 @@ load.release, metrics, journal                                       when it end
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,10 +21,12 @@ from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix, Match
 from picker.refusal import Refusal
-from picker.request import LLMRequest
+from picker.request import LLMRequest, parse
 from picker.schedule import Decision, Scheduler
 from picker.sessions import Sessions
 from picker.usage import Usage
+
+log = logging.getLogger(__name__)
 
 MAX_PATH = 256  # characters that a pick keeps: picks are kept by the thousand
 
@@ -110,25 +115,58 @@ class Director:
         self._metrics = metrics
         self._journal = journal
         self._models = models
+        self._faults: set[tuple[type[Exception], str]] = set()  # that were logged
+
+    def route(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        subset: tuple[str, ...] | None = None,
+    ) -> Pick:
+        """The endpoint for a request as it came: `request.parse`, then `pick`.
+
+        Raises:
+            Refusal: theirs. It is counted.
+        """
+        try:
+            request = parse(method, path, headers, body, subset=subset)
+        except Exception as problem:
+            raise self._refusal(problem) from None
+        return self.pick(request)
 
     def pick(self, request: LLMRequest) -> Pick:
         """The endpoint for a request, credited with its load.
 
         Raises:
-            Refusal: 404 for a model that is not served, 503 when no endpoint may serve it.
+            Refusal: 404 for a model that is not served, 503 when no endpoint may serve it, 500
+                when a part of the picker failed, such as a scorer. It is counted.
         """
         started = time.perf_counter()
         try:
             pick = self._pick(request)
-        except Refusal as refusal:
-            self.refused(refusal)
-            raise
+        except Exception as problem:
+            raise self._refusal(problem) from None
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
 
     def refused(self, refusal: Refusal) -> None:
-        """Count a refusal; those that `pick` raises are counted already."""
+        """Count a refusal; those that `route` and `pick` raise are counted already."""
         self._metrics.refused(refusal)
+
+    def _refusal(self, problem: Exception) -> Refusal:
+        """What the client is told of a problem. Each fault in code is logged once."""
+        if isinstance(problem, Refusal):
+            refusal = problem
+        else:
+            refusal = Refusal(500, "internal_error", "the request could not be routed")
+            fault = type(problem), _raised_at(problem)
+            if fault not in self._faults:
+                self._faults.add(fault)
+                log.error("A request could not be routed", exc_info=problem)
+        self.refused(refusal)
+        return refusal
 
     def _pick(self, request: LLMRequest) -> Pick:
         if self._models and request.model is not None and request.model not in self._models:
@@ -201,6 +239,12 @@ class Director:
         pick._credited_tokens = 0
         pick._match = None  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
+
+
+def _raised_at(problem: Exception) -> str:
+    """The line of code, as `file:line`."""
+    trace = traceback.extract_tb(problem.__traceback__)
+    return f"{trace[-1].filename}:{trace[-1].lineno}" if trace else ""
 
 
 def _matched(match: Match, endpoint: Endpoint) -> tuple[int, int]:

@@ -21,6 +21,12 @@ class LongestName:
         return np.array(wild[: len(pods)], np.float32)
 
 
+@dataclass
+class Failing:
+    def score(self, request: Request, pods: Pods) -> Column:
+        raise ZeroDivisionError("no score today")
+
+
 class NoDataclass:
     pass
 

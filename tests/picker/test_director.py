@@ -179,6 +179,37 @@ def test_refusals_are_counted_and_credit_nothing() -> None:
     assert len(core.journal) == 0
 
 
+def test_a_request_is_routed_as_it_came() -> None:
+    core = Core(PODS)
+    json = {"content-type": "application/json", "x-request-id": "mine"}
+    route = core.director.route
+    pick = route("POST", "/v1/completions", json, b'{"model":"m","prompt":"Hi"}', tuple(PODS[1:2]))
+    assert (pick.request_id, pick.model, pick.destination) == ("mine", "m", PODS[1])
+    with pytest.raises(Refusal) as caught:
+        route("POST", "/v1/completions", json, b"{")
+    assert caught.value.status == 400
+    with pytest.raises(Refusal) as caught:
+        route("POST", "/v1/completions", json, b"{}", ())
+    assert caught.value.reason == "empty_subset"
+    page = core.page()
+    assert 'warmpath_refusals_total{reason="invalid_json",status="400"} 1\n' in page
+    assert 'warmpath_refusals_total{reason="empty_subset",status="503"} 1\n' in page
+
+
+def test_a_scorer_that_fails_refuses_the_request_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = Core(PODS, scorers={"tests.picker.own_scorer:Failing": 1.0})
+    for _ in range(3):
+        with pytest.raises(Refusal) as caught:
+            core.director.route("GET", "/v1/models", {}, b"")
+        assert (caught.value.status, caught.value.reason) == (500, "internal_error")
+    assert caplog.text.count("Traceback") == 1
+    assert "no score today" in caplog.text
+    assert 'refusals_total{reason="internal_error",status="500"} 3\n' in core.page()
+    assert core.inflight() == [(0, 0)] * 3
+
+
 def test_one_sessions_requests_stay_on_one_pod() -> None:
     core = Core(PODS, scorers={"session": 1.0})
     homes = set()
