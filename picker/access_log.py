@@ -13,11 +13,9 @@ from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLog
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 
 from picker.director import Outcome
-from picker.envoy.names import STREAM, USAGE_NAMESPACE
+from picker.names import ACCESS_LOG, STREAM, USAGE_NAMESPACE
 from picker.tickets import Tickets
 from picker.usage import Usage, read_usage
-
-SERVICE = "envoy.service.accesslog.v3.AccessLogService"
 
 
 class AccessLogService:
@@ -32,7 +30,7 @@ class AccessLogService:
             self._stream, request_deserializer=StreamAccessLogsMessage.FromString
         )
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"StreamAccessLogs": handler}),)
+            (grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler}),)
         )
 
     async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:

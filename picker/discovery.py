@@ -14,12 +14,10 @@ import grpc
 from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 
-from picker.envoy.names import PODS
+from picker.names import ENDPOINT_DISCOVERY, PODS
 from picker.pool import Endpoint, Pool
 
 log = logging.getLogger(__name__)
-
-SERVICE = "envoy.service.endpoint.v3.EndpointDiscoveryService"
 
 
 class EndpointDiscovery:
@@ -36,7 +34,11 @@ class EndpointDiscovery:
             self._stream, request_deserializer=DiscoveryRequest.FromString
         )
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"StreamEndpoints": handler}),)
+            (
+                grpc.method_handlers_generic_handler(
+                    ENDPOINT_DISCOVERY, {"StreamEndpoints": handler}
+                ),
+            )
         )
 
     def added(self, _: Endpoint) -> None:

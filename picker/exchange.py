@@ -35,23 +35,11 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 
 from picker.director import Outcome, Pick
-from picker.envoy.names import DESTINATION, OWNED_PREFIXES
+from picker.names import OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
 from picker.refusal import Refusal
 from picker.usage import UsageReader
 
 MAX_CHUNK = 62_000  # bytes of a body in one answer, as the reference picker has it
-
-REQUEST_ID = "x-request-id"
-
-OWNED_HEADERS = (  # of the picker alone: what a client sends under these names never reaches a pod
-    "x-gateway-destination-endpoint-subset",
-    "x-gateway-destination-endpoint-served",
-    "x-prefiller-host-port",
-    "x-prefiller-url",
-    "x-encoder-hosts-ports",
-    "x-kv-cache-source-host-port",
-    "x-data-parallel-host-port",
-)  # DESTINATION is not among them: it is overwritten
 
 
 class BodyMode(IntEnum):
@@ -93,7 +81,7 @@ class Steer:
     message: Message  # the one that this answers: the request's headers or body
     destination: str  # for the header DESTINATION and the metadata of the same name
     request_id: str | None  # set as a header, unless None: the client's is as good
-    remove: tuple[str, ...]  # headers, besides OWNED_HEADERS
+    remove: tuple[str, ...]  # headers that the client sent, besides OWNED_HEADERS
     responses_off: BodyMode | None = None  # see Await
 
 
@@ -116,7 +104,7 @@ class Chunk:
 Reply = Message | Steer | Await | Chunk | Refusal
 Route = Callable[[HttpRequest], Pick]  # raises Refusal
 
-_NOT_REMOVED = frozenset((DESTINATION, *OWNED_HEADERS))
+_ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
 
 
@@ -278,7 +266,7 @@ class Exchange:
                 tuple(
                     name
                     for name in headers
-                    if name.startswith(OWNED_PREFIXES) and name not in _NOT_REMOVED
+                    if name.startswith(OWNED_PREFIXES) and name not in _ALWAYS_REMOVED
                 ),
                 self._responses_off() if message is Message.REQUEST_HEADERS else None,
             )

@@ -13,8 +13,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from picker.names import EXT_PROC
+
 LIVENESS = "liveness"
-READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+READINESS = ("", "readiness", EXT_PROC)
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types

@@ -17,7 +17,7 @@ import httptools
 
 from picker.config import Config
 from picker.director import Director
-from picker.envoy.names import DESTINATION, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.names import DESTINATION, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
 from picker.request import parse
 from picker.tickets import Tickets

@@ -25,10 +25,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.struct_pb2 import Value  # type: ignore[import-untyped]
 
-from picker.envoy.names import DESTINATION, LB_NAMESPACE, SERVED
 from picker.exchange import (
-    OWNED_HEADERS,
-    REQUEST_ID,
     Await,
     BodyMode,
     Chunk,
@@ -37,10 +34,18 @@ from picker.exchange import (
     Reply,
     Steer,
 )
+from picker.names import (
+    DESTINATION,
+    LB_NAMESPACE,
+    OWNED_HEADERS,
+    REQUEST_ID,
+    SERVED,
+    SUBSET,
+    SUBSET_HINT,
+)
 from picker.refusal import Refusal
 
-SUBSET_HINT = "envoy.lb.subset_hint"
-SUBSET = "x-gateway-destination-endpoint-subset"
+_REMOVED = tuple(name for name in OWNED_HEADERS if name != DESTINATION)  # which is overwritten
 
 
 class Malformed(ValueError):
@@ -202,7 +207,7 @@ def _steer(reply: Steer) -> bytes:
     _set(mutation.set_headers, DESTINATION, reply.destination)
     if reply.request_id is not None:
         _set(mutation.set_headers, REQUEST_ID, reply.request_id)
-    mutation.remove_headers.extend(OWNED_HEADERS)
+    mutation.remove_headers.extend(_REMOVED)
     mutation.remove_headers.extend(reply.remove)
     lb = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     lb.fields[DESTINATION].string_value = reply.destination

@@ -17,12 +17,11 @@ from picker.config import MIB, Config
 from picker.director import Director, Pick
 from picker.exchange import Exchange, HttpRequest
 from picker.messages import Malformed, encode, tell
+from picker.names import EXT_PROC
 from picker.refusal import Refusal
 from picker.request import parse
 
 log = logging.getLogger(__name__)
-
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 MAX_STREAMS = 16_384  # one lasts as long as its generation; a further one is refused
 MAX_HELD_BODIES = 32  # as long as allowed: what all unfinished request bodies may take together
@@ -61,7 +60,7 @@ class ExtProcServer:
         self.server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out
         self.server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
+            (grpc.method_handlers_generic_handler(EXT_PROC, {"Process": handler}),)
         )
 
     @property

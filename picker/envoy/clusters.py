@@ -53,8 +53,8 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.google.protobuf import Any
 
-from picker.envoy.names import DESTINATION, LB_NAMESPACE, PODS, SERVED
 from picker.envoy.parts import NO_LIMIT, extension, socket
+from picker.names import DESTINATION, LB_NAMESPACE, PODS, SERVED
 from picker.pool import parse_address
 
 PICKER_GRPC = "picker-grpc"

@@ -38,7 +38,8 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP
-from picker.envoy.names import (
+from picker.envoy.parts import http_filter, names, set_header
+from picker.names import (
     DESTINATION,
     PICK_PATH,
     REFUSAL,
@@ -46,7 +47,6 @@ from picker.envoy.names import (
     RETRY_AFTER,
     STREAM,
 )
-from picker.envoy.parts import http_filter, names, set_header
 
 PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
 LOG_FLUSH = timedelta(seconds=0.1)

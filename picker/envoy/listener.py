@@ -49,8 +49,8 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy import lean, standard
-from picker.envoy.names import OWNED_PREFIXES, PODS, SERVED_BY
 from picker.envoy.parts import extension, http_filter, set_header, socket
+from picker.names import OWNED_PREFIXES, PODS, SERVED_BY
 from picker.refusal import Refusal
 
 _NO_POD = ("UH", "UF", "UC", "UO", "LR", "UR", "URX", "NC", "DF", "UPE")

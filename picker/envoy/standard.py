@@ -18,8 +18,8 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC
-from picker.envoy.names import LB_NAMESPACE
 from picker.envoy.parts import http_filter
+from picker.names import LB_NAMESPACE
 
 LONGEST = 3600.0  # seconds; more Envoy does not take, and 0 would be no time at all
 

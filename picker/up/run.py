@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from picker.envoy.names import SERVED_BY
+from picker.names import SERVED_BY
 from picker.up import cluster, show
 from picker.up.cluster import HOST, Plan
 from picker.up.demo import Answer, Route, Served, converse, prompts

@@ -23,9 +23,9 @@ from picker import config, gauges, metrics
 from picker.admin import Pages
 from picker.admin import make_app as make_admin_app
 from picker.cli import main
-from picker.envoy.names import PICK_PATH
 from picker.exposition import Spec
 from picker.filters import FILTERS
+from picker.names import PICK_PATH
 from picker.schedule import DEFAULT_SCORERS, FRESH
 from picker.service import check_config
 from scorers import SCORERS

@@ -8,9 +8,9 @@ import pytest
 from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 
-from picker.access_log import SERVICE, AccessLogService
+from picker.access_log import AccessLogService
 from picker.director import Outcome, Pick
-from picker.envoy.names import STREAM
+from picker.names import ACCESS_LOG, STREAM
 from picker.request import parse
 from picker.tickets import Tickets
 from picker.usage import Usage
@@ -187,7 +187,8 @@ def batch(*entries: HTTPAccessLogEntry) -> StreamAccessLogsMessage:
 
 def stream(channel: grpc.aio.Channel) -> Any:
     return channel.stream_unary(
-        f"/{SERVICE}/StreamAccessLogs", request_serializer=StreamAccessLogsMessage.SerializeToString
+        f"/{ACCESS_LOG}/StreamAccessLogs",
+        request_serializer=StreamAccessLogsMessage.SerializeToString,
     )()
 
 

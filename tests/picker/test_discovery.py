@@ -11,8 +11,8 @@ from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 
 from picker.config import EndpointSpec
-from picker.discovery import SERVICE, EndpointDiscovery
-from picker.envoy.names import PODS
+from picker.discovery import EndpointDiscovery
+from picker.names import ENDPOINT_DISCOVERY, PODS
 from picker.pool import Pool
 from tests.picker.waiting import until
 
@@ -32,7 +32,7 @@ async def envoy(pool: Pool) -> AsyncIterator[Any]:
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield channel.stream_stream(
-            f"/{SERVICE}/StreamEndpoints",
+            f"/{ENDPOINT_DISCOVERY}/StreamEndpoints",
             request_serializer=DiscoveryRequest.SerializeToString,
             response_deserializer=DiscoveryResponse.FromString,
         )

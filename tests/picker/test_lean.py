@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from picker import lean
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Outcome
-from picker.envoy.names import DESTINATION, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.lean import LeanServer
+from picker.names import DESTINATION, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
 from tests.picker.recording import ENDPOINTS, RecordingDirector
 from tests.picker.waiting import until

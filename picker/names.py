@@ -1,15 +1,20 @@
-"""Names that Envoy, the picker and the protocol share."""
+"""Names that Envoy, the picker and the protocols between them share."""
 
 from __future__ import annotations
 
-PODS = "pods"  # the cluster of the pool's endpoints
+PODS = "pods"  # Envoy's cluster of the pool's endpoints
 
+# Of the endpoint picker protocol
 DESTINATION = "x-gateway-destination-endpoint"  # the picked endpoints, best first
+SUBSET = "x-gateway-destination-endpoint-subset"  # in dynamic metadata: those it may pick
 SERVED = "x-gateway-destination-endpoint-served"  # in dynamic metadata: the one that served
-LB_NAMESPACE = "envoy.lb"  # dynamic metadata
+LB_NAMESPACE = "envoy.lb"  # dynamic metadata of DESTINATION and SERVED
+SUBSET_HINT = "envoy.lb.subset_hint"  # dynamic metadata of SUBSET
+
+REQUEST_ID = "x-request-id"
 
 OWNED_PREFIXES = (
-    "x-gateway-destination-endpoint",
+    DESTINATION,
     "x-warmpath-",
     # By these, pods that split prefill from decode are told whom to ask.
     "x-prefiller-",
@@ -19,11 +24,29 @@ OWNED_PREFIXES = (
 )
 """Request headers that only the picker sets: a client's own are removed."""
 
+OWNED_HEADERS = (
+    DESTINATION,
+    SUBSET,
+    SERVED,
+    "x-gateway-destination-endpoint-fallback",
+    "x-prefiller-host-port",
+    "x-prefiller-url",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    "x-data-parallel-host-port",
+)
+"""Those of them that have a meaning to somebody outside this project."""
+
+# Our own, between Envoy and the picker
 STREAM = "x-warmpath-stream"  # the lean profile's name of one request, made by Envoy
 REFUSAL = "x-warmpath-refusal"  # a 503's body, carried as a header to a direct response
 REFUSED = "x-warmpath-refused"  # the reason of a refusal, shown to the client
 RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP
-
 USAGE_NAMESPACE = "warmpath"  # dynamic metadata that usage.lua sets
+
+# gRPC services
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
+ENDPOINT_DISCOVERY = "envoy.service.endpoint.v3.EndpointDiscoveryService"
