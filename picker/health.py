@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from picker import grpc_port
 from picker.names import EXT_PROC
 
 LIVENESS = "liveness"
@@ -75,24 +76,14 @@ class HealthServer:
 
     def __init__(self, health: Health, host: str, port: int) -> None:
         """`port` 0 means any free one."""
-        self._host = f"[{host}]" if ":" in host else host
+        self._host = host
         self._port = port
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc_port.new_server()
         health.add_to(self._server)
 
     async def start(self) -> int:
-        """Listen. Returns the port.
-
-        Raises:
-            OSError: the port is in use, or the host is none of this machine.
-        """
-        address = f"{self._host}:{self._port}"
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address} for gRPC health: {error}") from error
-        await self._server.start()
-        return int(port)
+        """Listen. Returns the port. Raises OSError."""
+        return await grpc_port.start(self._server, self._host, self._port)
 
     async def stop(self) -> None:
         await self._server.stop(None)
