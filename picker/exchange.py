@@ -82,6 +82,7 @@ class Steer:
     destination: str  # for the header DESTINATION and the metadata of the same name
     request_id: str | None  # set as a header, unless None: the client's is as good
     remove: tuple[str, ...]  # headers that the client sent, besides OWNED_HEADERS
+    retry_on: str | None = None  # for the header RETRY_ON, unless None
     responses_off: BodyMode | None = None  # see Await
 
 
@@ -125,6 +126,7 @@ class Exchange:
         "_request_mode",
         "_response_mode",
         "_response_started",
+        "_retry_on",
         "_route",
         "_subset",
         "_usage",
@@ -138,6 +140,7 @@ class Exchange:
         *,
         max_body: int,
         read_usage: bool,
+        retry_on: str | None = None,
     ) -> None:
         """
         Args:
@@ -145,11 +148,14 @@ class Exchange:
             refused: told of a refusal that is not `route`'s.
             max_body: bytes of a request's body; a longer one is refused with 413.
             read_usage: look for token usage in the response's body.
+            retry_on: set this as RETRY_ON on requests without trailers. An Envoy that may retry
+                a request with trailers in full duplex sends its body twice (envoy#45470).
         """
         self._route = route
         self._refused = refused
         self._max_body = max_body
         self._read_usage = read_usage
+        self._retry_on = retry_on
         self._request_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: Mapping[str, str] | None = None
@@ -232,6 +238,8 @@ class Exchange:
         """The held request is complete: let it go."""
         chunks, self._chunks = self._chunks, []
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if trailers:
+            self._retry_on = None
         replies = self._steer(Message.REQUEST_HEADERS, body)
         if self.over:
             return replies
@@ -268,6 +276,7 @@ class Exchange:
                     for name in headers
                     if name.startswith(OWNED_PREFIXES) and name not in _ALWAYS_REMOVED
                 ),
+                self._retry_on,
                 self._responses_off() if message is Message.REQUEST_HEADERS else None,
             )
         ]

@@ -39,6 +39,7 @@ from picker.names import (
     LB_NAMESPACE,
     OWNED_HEADERS,
     REQUEST_ID,
+    RETRY_ON,
     SERVED,
     SUBSET,
     SUBSET_HINT,
@@ -207,6 +208,8 @@ def _steer(reply: Steer) -> bytes:
     _set(mutation.set_headers, DESTINATION, reply.destination)
     if reply.request_id is not None:
         _set(mutation.set_headers, REQUEST_ID, reply.request_id)
+    if reply.retry_on is not None:
+        _set(mutation.set_headers, RETRY_ON, reply.retry_on)
     mutation.remove_headers.extend(_REMOVED)
     mutation.remove_headers.extend(reply.remove)
     lb = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value

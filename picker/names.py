@@ -12,6 +12,7 @@ LB_NAMESPACE = "envoy.lb"  # dynamic metadata of DESTINATION and SERVED
 SUBSET_HINT = "envoy.lb.subset_hint"  # dynamic metadata of SUBSET
 
 REQUEST_ID = "x-request-id"
+RETRY_ON = "x-envoy-retry-on"  # asks Envoy to try again with the next endpoint
 
 OWNED_PREFIXES = (
     DESTINATION,
@@ -44,6 +45,7 @@ REFUSED = "x-warmpath-refused"  # the reason of a refusal, shown to the client
 RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP
+SET_RETRY_ON = "x-warmpath-set-retry-on"  # gRPC metadata: what the picker shall set RETRY_ON to
 USAGE_NAMESPACE = "warmpath"  # dynamic metadata that usage.lua sets
 
 # gRPC services

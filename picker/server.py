@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 
+from picker import grpc_port
 from picker.config import MIB, Config
 from picker.director import Director, Pick
 from picker.exchange import Exchange, HttpRequest
 from picker.messages import Malformed, encode, tell
-from picker.names import EXT_PROC
+from picker.names import EXT_PROC, SET_RETRY_ON
 from picker.refusal import Refusal
 from picker.request import parse
 
@@ -35,7 +36,6 @@ MESSAGE_MARGIN = MIB
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MIB),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of another picker's
     ("grpc.keepalive_time_ms", 60_000),  # notices a dead Envoy under streams that wait for long
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -57,7 +57,7 @@ class ExtProcServer:
         self._idle = asyncio.Event()
         self._idle.set()
         options = [*OPTIONS, ("grpc.max_receive_message_length", message_limit(config.max_body))]
-        self.server = grpc.aio.server(options=options)
+        self.server = grpc_port.new_server(options)
         handler = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out
         self.server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(EXT_PROC, {"Process": handler}),)
@@ -69,19 +69,9 @@ class ExtProcServer:
         return len(self._streams)
 
     async def start(self) -> int:
-        """Listen. Returns the port.
-
-        Raises:
-            OSError: the port is in use, or the host is none of this machine.
-        """
+        """Listen. Returns the port. Raises OSError."""
         listen = self._config.listen
-        host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        try:
-            port = self.server.add_insecure_port(f"{host}:{listen.grpc}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{listen.grpc} for gRPC: {error}") from error
-        await self.server.start()
-        return int(port)
+        return await grpc_port.start(self.server, listen.host, listen.grpc)
 
     async def drain(self) -> None:
         """Take no new stream, and wait for those in flight, at most `drain` seconds; then stop.
@@ -115,6 +105,7 @@ class ExtProcServer:
             self._director.refused,
             max_body=self._config.max_body,
             read_usage=self._config.usage,
+            retry_on=dict(context.invocation_metadata()).get(SET_RETRY_ON),
         )
         try:
             if len(self._streams) > MAX_STREAMS:

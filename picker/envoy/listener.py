@@ -49,7 +49,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy import lean, standard
-from picker.envoy.parts import extension, http_filter, set_header, socket
+from picker.envoy.parts import RETRYABLE, extension, http_filter, set_header, socket
 from picker.names import OWNED_PREFIXES, PODS, SERVED_BY
 from picker.refusal import Refusal
 
@@ -61,7 +61,7 @@ def clients(config: Config) -> Listener:
     """Where requests come in that the picker sends on their way."""
     mutations = _removals()
     filters = [standard.ext_proc(config)]
-    routes = [_pods_route(config)]
+    routes = [_pods_route(config, RETRYABLE if standard.retries_by_route(config) else "")]
     if config.envoy.profile == "lean":
         mutations.append(lean.stream_header())
         filters = [lean.ext_authz(config)]
@@ -79,7 +79,7 @@ def clients(config: Config) -> Listener:
 
 def baseline(config: Config, port: int) -> Listener:
     """The same pods, round robin, without asking anybody: to compare with."""
-    http = _http(config, "baseline", _removals(), [], [_pods_route(config)])
+    http = _http(config, "baseline", _removals(), [], [_pods_route(config, RETRYABLE)])
     assert http.route_config is not None, "just made"
     http.route_config.response_headers_to_add = [
         set_header(SERVED_BY, "%UPSTREAM_REMOTE_ADDRESS%")  # nobody else knows where it went
@@ -149,9 +149,9 @@ def _removals() -> list[HeaderMutation]:
     ]
 
 
-def _pods_route(config: Config) -> Route:
+def _pods_route(config: Config, retry_on: str) -> Route:
     retries = RetryPolicy(
-        retry_on="connect-failure,refused-stream,reset-before-request",
+        retry_on=retry_on,
         num_retries=config.envoy.retries,
         retry_back_off=RetryPolicyRetryBackOff(
             base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)

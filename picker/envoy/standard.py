@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from envoy_data_plane.envoy.config.core.v3 import GrpcService, GrpcServiceEnvoyGrpc
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
+from envoy_data_plane.envoy.config.core.v3 import GrpcService, GrpcServiceEnvoyGrpc, HeaderValue
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     MetadataOptions,
@@ -18,10 +19,20 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC
-from picker.envoy.parts import http_filter
-from picker.names import LB_NAMESPACE
+from picker.envoy.parts import RETRYABLE, http_filter
+from picker.names import LB_NAMESPACE, SET_RETRY_ON
 
 LONGEST = 3600.0  # seconds; more Envoy does not take, and 0 would be no time at all
+
+
+def retries_by_route(config: Config) -> bool:
+    """Whether the route says when to retry; else the picker does, request by request.
+
+    In full duplex Envoy 1.40 sends a body with trailers twice where its route may retry
+    (envoy#45470). The picker knows which requests have trailers. Where Envoy has to go on without
+    the picker, it buffers bodies, and trailers do no harm.
+    """
+    return config.envoy.profile != "standard" or config.envoy.fail_open
 
 
 def ext_proc(config: Config) -> HttpFilter:
@@ -34,11 +45,16 @@ def ext_proc(config: Config) -> HttpFilter:
     send = ProcessingModeHeaderSendMode.SEND
     body = ProcessingModeBodySendMode
     fail_open = config.envoy.fail_open
+    told = [] if retries_by_route(config) else [HeaderValue(key=SET_RETRY_ON, value=RETRYABLE)]
     endpoints = MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
     return http_filter(
         "envoy.filters.http.ext_proc",
         ExternalProcessor(
-            grpc_service=GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC)),
+            grpc_service=GrpcService(
+                envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC),
+                initial_metadata=told,
+            ),
+            mutation_rules=HeaderMutationRules(allow_envoy=True),  # the picker asks for retries
             processing_mode=ProcessingMode(
                 request_header_mode=send,
                 request_body_mode=body.BUFFERED if fail_open else body.FULL_DUPLEX_STREAMED,

@@ -119,8 +119,7 @@ async def test_http2_with_an_empty_last_frame(gateway: Gateway) -> None:
 
 
 async def test_trailers() -> None:
-    """Without retries: with them Envoy 1.40 sends such a body twice (envoy#45470)."""
-    async with running_gateway(change=without_retries) as gateway:
+    async with running_gateway() as gateway:
         async with connected(gateway.envoy.port) as client:
             await client.headers("POST", CHAT, JSON)
             await client.data(chat()[:9])

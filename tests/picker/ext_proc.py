@@ -109,5 +109,7 @@ async def channel_to(port: int, **options: int) -> AsyncIterator[grpc.aio.Channe
         yield channel
 
 
-def stream(channel: grpc.aio.Channel) -> Gateway:
-    return Gateway(channel.stream_stream(PATH)())
+def stream(channel: grpc.aio.Channel, **metadata: str) -> Gateway:
+    """Underscores in the names of metadata stand for dashes."""
+    pairs = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+    return Gateway(channel.stream_stream(PATH)(metadata=pairs))
