@@ -62,7 +62,7 @@ class LeanServer:
         self._config = config
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
-        self._all_gone = asyncio.Event()
+        self._drained = asyncio.Event()
 
     async def start(self) -> int:
         """Listen. Returns the port.
@@ -81,20 +81,25 @@ class LeanServer:
     async def drain(self) -> None:
         """Let Envoy go elsewhere: take no connection, and close those that are idle.
 
-        Returns when the others have had their answers, at the latest after `drain` seconds.
+        Returns when the others have had their answers and the access log has told how the picked
+        requests ended, at the latest after `drain` seconds.
         """
         assert self._server is not None
         self.draining = True
         self._server.close()
         for connection in list(self.connections):
             connection.close_if_idle()
-        if self.connections:
-            self._all_gone.clear()
-            try:
-                async with asyncio.timeout(self._config.drain):
-                    await self._all_gone.wait()
-            except TimeoutError:
-                log.warning("%d requests were not complete", len(self.connections))
+        self._look_whether_drained()
+        try:
+            async with asyncio.timeout(self._config.drain):
+                await self._drained.wait()
+        except TimeoutError:
+            unfinished = len(self.connections) + len(self.tickets)
+            log.warning("%d requests had not ended after %gs", unfinished, self._config.drain)
+
+    def _look_whether_drained(self) -> None:
+        if self.draining and not self.connections and not self.tickets:
+            self._drained.set()
 
     async def stop(self) -> None:
         """Close all, and end every open pick as aborted."""
@@ -108,14 +113,14 @@ class LeanServer:
 
     def gone(self, connection: Connection) -> None:
         self.connections.discard(connection)
-        if not self.connections:
-            self._all_gone.set()
+        self._look_whether_drained()
 
     def sweep(self) -> None:
         """Give up what does not end: picks without news, requests that are sent too slowly."""
         self.tickets.sweep()
         for connection in list(self.connections):
             connection.sweep()
+        self._look_whether_drained()
 
     def _sweep_on(self) -> None:
         self.sweep()

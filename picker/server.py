@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
@@ -73,18 +74,24 @@ class ExtProcServer:
         listen = self._config.listen
         return await grpc_port.start(self.server, listen.host, listen.grpc)
 
-    async def drain(self) -> None:
+    async def drain(self, also: Awaitable[object] | None = None) -> None:
         """Take no new stream, and wait for those in flight, at most `drain` seconds; then stop.
 
-        Only requests are waited for: a stream of access logs lasts as long as its Envoy.
+        Other services' streams are not waited for: one of access logs lasts as long as its Envoy.
+
+        Args:
+            also: is waited for, too: the lean profile's drain, which access logs end.
         """
         seconds = self._config.drain
         stopping = asyncio.create_task(self.server.stop(seconds))
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
+                if also is not None:
+                    await asyncio.shield(also)
         except TimeoutError:
-            log.warning("%d requests were still in flight after %gs", self.streams, seconds)
+            if self.streams:
+                log.warning("%d requests were still in flight after %gs", self.streams, seconds)
         await self.stop()
         await stopping
 

@@ -116,7 +116,8 @@ class Service:
         self._servers.health.set_ready(False)
         await asyncio.sleep(min(LAME_SECONDS, self.config.drain))
         log.info("Draining, for at most %g s", self.config.drain)
-        await asyncio.gather(self._servers.ext_proc.drain(), self._servers.lean.drain())
+        lean = asyncio.ensure_future(self._servers.lean.drain())
+        await asyncio.gather(lean, self._servers.ext_proc.drain(lean))
 
     async def stop(self) -> None:
         """End everything now."""

@@ -388,19 +388,26 @@ async def test_connections_are_bounded(picker: Picker, monkeypatch: pytest.Monke
 
 async def test_drain_lets_what_has_begun_finish(picker: Picker) -> None:
     async with picker.client() as idle, picker.client() as busy:
-        for client in (idle, busy):
-            client.send(post())
-            await client.answer()
-        busy.send(post()[:-5])
+        idle.send(post(name="1"))
+        await idle.answer()
+        busy.send(post(name="2")[:-5])
         await until(lambda: picker.server.held)
         draining = asyncio.create_task(picker.server.drain())
         assert await idle.closed() == b""
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", picker.port)
         assert not draining.done()
-        busy.send(post()[-5:])
+        busy.send(post(name="2")[-5:])
         answer = await busy.answer()
         assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert len(picker.server.tickets) == 2
+        for name in ("1", "2"):
+            picker.server.sweep()
+            await asyncio.sleep(0)
+            assert not draining.done()  # the access log is to tell the ends
+            pick = picker.server.tickets.close(name)
+            assert pick is not None
+            pick.end(Outcome.COMPLETED)
         async with asyncio.timeout(10):
             await draining
 
