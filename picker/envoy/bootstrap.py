@@ -42,7 +42,7 @@ def bootstrap(
     addresses = None if discover else [spec.address for spec in config.pool.endpoints]
     upstreams = [
         clusters.pods(addresses, tell_served=not lean),
-        clusters.picker_grpc(config.listen.host, config.listen.grpc),
+        clusters.picker_grpc(config.listen.host, config.listen.grpc, watched=not lean),
     ]
     if lean:
         upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))

@@ -10,6 +10,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
+    ClusterCommonLbConfig,
     ClusterDiscoveryType,
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
@@ -25,6 +26,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
     ConfigSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
+    HealthCheck,
+    HealthCheckGrpcHealthCheck,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     KeepaliveSettings,
@@ -51,10 +54,11 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
 from picker.envoy.parts import NO_LIMIT, extension, socket
-from picker.names import DESTINATION, LB_NAMESPACE, PODS, SERVED
+from picker.names import DESTINATION, EXT_PROC, LB_NAMESPACE, PODS, SERVED
 from picker.pool import parse_address
 
 PICKER_GRPC = "picker-grpc"
@@ -85,21 +89,46 @@ def pods(endpoints: Iterable[str] | None, *, tell_served: bool) -> Cluster:
     return cluster
 
 
-def picker_grpc(host: str, port: int) -> Cluster:
-    """The picker's gRPC port. A picker that hangs is noticed by its missing pings."""
+def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
+    """The picker's gRPC port.
+
+    A process that stands still, or is cut off, is noticed by its missing pings, and its streams
+    end. One whose event loop hangs answers pings all the same: gRPC's own threads do.
+
+    Args:
+        watched: ask its health, too, and open no stream to a picker that hangs or drains.
+    """
     http2 = Http2ProtocolOptions(
         connection_keepalive=KeepaliveSettings(
-            interval=timedelta(seconds=5), timeout=timedelta(seconds=5)
+            interval=timedelta(seconds=2), timeout=timedelta(seconds=3)
         )
     )
     protocol = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2)
-    return _at(_cluster(PICKER_GRPC, protocol), host, port)
+    cluster = _at(_cluster(PICKER_GRPC, protocol), host, port)
+    if watched:
+        cluster.health_checks = [_health_check()]
+        # Without it, Envoy would ask an unhealthy picker where there is no other.
+        cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0))
+    return cluster
 
 
 def picker_http(host: str, port: int) -> Cluster:
     """The picker's HTTP port, of the lean profile."""
     protocol = HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions())
     return _at(_cluster(PICKER_HTTP, protocol), host, port)
+
+
+def _health_check() -> HealthCheck:
+    """Notices a picker that hangs within four seconds, and one that is back within one."""
+    second = timedelta(seconds=1)
+    return HealthCheck(
+        interval=second,
+        no_traffic_interval=second,
+        timeout=second,
+        unhealthy_threshold=2,
+        healthy_threshold=1,
+        grpc_health_check=HealthCheckGrpcHealthCheck(service_name=EXT_PROC),
+    )
 
 
 def _cluster(

@@ -38,7 +38,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP
-from picker.envoy.parts import http_filter, names, set_header
+from picker.envoy.parts import PICK_TIMEOUT, http_filter, names, set_header
 from picker.names import (
     DESTINATION,
     PICK_PATH,
@@ -48,7 +48,6 @@ from picker.names import (
     STREAM,
 )
 
-PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
 LOG_FLUSH = timedelta(seconds=0.1)
 LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
 LOG_BATCH = 64 << 10  # bytes: about a hundred entries, which the picker takes a millisecond for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any as Json
 from typing import cast
 
@@ -19,6 +20,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, StringMatc
 from envoy_data_plane.google.protobuf import Any
 
 RETRYABLE = "connect-failure,refused-stream,reset-before-request"  # nothing was answered yet
+PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
 NO_LIMIT = 1 << 30  # of circuit breakers: the picker and the pods know better
 
 

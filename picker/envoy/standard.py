@@ -19,10 +19,10 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC
-from picker.envoy.parts import RETRYABLE, http_filter
+from picker.envoy.parts import PICK_TIMEOUT, RETRYABLE, http_filter
 from picker.names import LB_NAMESPACE, SET_RETRY_ON
 
-LONGEST = 3600.0  # seconds; more Envoy does not take, and 0 would be no time at all
+LONGEST = timedelta(seconds=3600)  # more Envoy does not take, and 0 would be no time at all
 
 
 def retries_by_route(config: Config) -> bool:
@@ -40,7 +40,9 @@ def ext_proc(config: Config) -> HttpFilter:
 
     In full duplex Envoy keeps nothing of a body that it has sent, and fails the request with the
     picker. To fail open it must keep them: the request's until it is answered, and each piece of
-    the response.
+    the response. Then the picker answers each message at once, and a time limit makes sense. In
+    full duplex it answers when it has the whole body, however slowly a client sends that; Envoy
+    1.40 has no time limit there at all, see `clusters.picker_grpc`.
     """
     send = ProcessingModeHeaderSendMode.SEND
     body = ProcessingModeBodySendMode
@@ -63,8 +65,7 @@ def ext_proc(config: Config) -> HttpFilter:
                 response_body_mode=body.STREAMED if fail_open else body.FULL_DUPLEX_STREAMED,
                 response_trailer_mode=send,
             ),
-            # The answer to the headers waits for the body, however slowly a client sends it.
-            message_timeout=timedelta(seconds=min(config.envoy.idle_timeout or LONGEST, LONGEST)),
+            message_timeout=PICK_TIMEOUT if fail_open else LONGEST,
             failure_mode_allow=fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
             allow_mode_override=True,

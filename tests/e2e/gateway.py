@@ -20,6 +20,8 @@ from tests.envoy_process import Envoy as EnvoyProcess
 from tests.envoy_process import running_envoy
 
 DEADLINE = 30.0  # seconds, on a busy machine
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 ANY_PORTS = Listen(grpc=0, health=0, http=0, admin=0)
 
 
@@ -103,6 +105,16 @@ async def running_gateway(
             aiohttp.ClientSession(f"http://127.0.0.1:{ports.admin}")
         )
         yield Gateway(envoy, service, running, http, admin)
+
+
+async def refused(response: aiohttp.ClientResponse) -> tuple[int, str]:
+    """Status and reason of a refusal, shaped as all are, whoever refuses."""
+    assert response.headers["content-type"] == "application/json"
+    error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-warmpath-refused"] == error["code"]
+    assert not [name for name in response.headers if "refusal" in name.lower()]
+    return response.status, error["code"]
 
 
 def ext_proc(told: dict[str, Any]) -> dict[str, Any]:

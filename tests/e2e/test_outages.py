@@ -1,93 +1,68 @@
-"""What becomes of requests while a picker or its Envoy goes away, in the standard profile."""
+"""What becomes of requests while a picker or its Envoy goes away."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
-from picker.config import Listen
-from picker.envoy.bootstrap import bootstrap
-from tests.e2e.gateway import DEADLINE, Gateway, chat, config_for, running_gateway
-from tests.e2e.pods import ACT, Pod, running_pods
-from tests.envoy_process import running_envoy
-from tests.worker.process import free_ports
+from picker import tickets
+from tests.e2e import hanging_scorer
+from tests.e2e.gateway import CHAT, DEADLINE, JSON, Gateway, chat, refused, running_gateway
+from tests.e2e.picker_process import Profile, Site, running_site
+from tests.e2e.pods import ACT, Pod
 
-JSON = {"content-type": "application/json"}
-CHAT = "/v1/chat/completions"
+PROFILES: list[Profile] = ["standard", "lean"]
 
 
-class PickerProcess:
-    """`warmpath pick` for some pods, on the same ports each time."""
+@pytest.fixture(params=PROFILES)
+def profile(request: pytest.FixtureRequest) -> Iterator[Profile]:
+    yield request.param
 
-    def __init__(self, pods: list[Pod], folder: Path) -> None:
-        grpc, http, health, admin = free_ports(4)
-        self.listen = Listen(grpc=grpc, http=http, health=health, admin=admin)
-        ports = f"{{grpc: {grpc}, http: {http}, health: {health}, admin: {admin}}}"
-        endpoints = "".join(f"  - address: {pod.address}\n" for pod in pods)
-        self._file = folder / "warmpath.yaml"
-        self._file.write_text(f"listen: {ports}\npool:\n  endpoints:\n{endpoints}")
-        self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
-        """Returns when it is ready."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "picker.cli", "pick", "-c", self._file),
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        url = f"http://127.0.0.1:{self.listen.admin}/readyz"
-        async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as session:
-            while True:
-                assert self._process.returncode is None
-                try:
-                    async with session.get(url) as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientConnectionError:
-                    pass
-                await asyncio.sleep(0.02)
-
-    async def kill(self) -> None:
-        """End it as a crash does."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+# A picker process
 
 
 @asynccontextmanager
-async def loaded(url: str, clients: int = 4) -> AsyncIterator[list[str]]:
+async def loaded(site: Site, clients: int = 4) -> AsyncIterator[list[str]]:
     """Requests from several clients without a pause; how each ended."""
     results: list[str] = []
 
-    async def client(http: aiohttp.ClientSession) -> None:
+    async def client() -> None:
         while True:
-            results.append(await once(http))
+            results.append(await once(site.http))
 
-    async with aiohttp.ClientSession(url) as http:
-        tasks = [asyncio.create_task(client(http)) for _ in range(clients)]
-        try:
-            yield results
-        finally:
-            for task in tasks:
-                task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    tasks = [asyncio.create_task(client()) for _ in range(clients)]
+    try:
+        yield results
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
 
 
 async def once(http: aiohttp.ClientSession) -> str:
+    """`served` by the pod that the picker said, `unpicked`, `cut`, or why it was refused."""
     try:
         async with http.post(CHAT, data=chat(), headers=JSON) as response:
-            told: Any = await response.json()
-    except aiohttp.ClientError:
+            if response.status != 200:
+                assert int(response.headers["retry-after"]) >= 1
+                return (await refused(response))[1]
+            told = dict((await response.json())["headers"])
+    except aiohttp.ClientPayloadError:
         return "cut"
-    return "served" if response.status == 200 else str(told["error"]["code"])
+    return "served" if "x-gateway-destination-endpoint" in told else "unpicked"
+
+
+async def until_served(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while await once(http) != "served":
+            pass
 
 
 async def until_more(results: list[str], what: str, count: int) -> None:
@@ -98,52 +73,82 @@ async def until_more(results: list[str], what: str, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_picker_that_crashes_under_load_is_back_when_it_is(tmp_path: Path) -> None:
-    async with running_pods(2) as pods:
-        picker = PickerProcess(pods, tmp_path)
-        config = msgspec.structs.replace(config_for(pods), listen=picker.listen)
-        try:
-            await picker.start()
-            async with (
-                running_envoy(bootstrap(config)) as envoy,
-                loaded(envoy.url) as results,
-                aiohttp.ClientSession(envoy.url) as http,
-            ):
-                await until_more(results, "served", 50)
-                headers = JSON | {ACT: "stream"}
-                running = asyncio.create_task(http.post(CHAT, data=chat(), headers=headers))
-                for pod in pods:
-                    pod.go.release()
-                async with await running as stream:
-                    assert await stream.content.readuntil(b"\n\n") == b"data: 0\n\n"
-                    await picker.kill()
-                    with pytest.raises(aiohttp.ClientPayloadError):  # fail-close, and no hang
-                        await asyncio.wait_for(stream.content.read(), DEADLINE)
-                await until_more(results, "no_picker", 10)
-                assert set(results) <= {"served", "no_picker", "cut"}
-                await picker.start()
-                await until_more(results, "served", 50)
-                settled = len(results)
-                await until_more(results, "served", 200)
-                assert set(results[settled:]) == {"served"}
-        finally:
-            await picker.kill()
+@pytest.mark.parametrize("fail_open", [False, True])
+async def test_a_picker_that_crashes_under_load_is_back_when_it_is(
+    tmp_path: Path, profile: Profile, fail_open: bool
+) -> None:
+    async with (
+        running_site(profile, tmp_path, fail_open=fail_open) as site,
+        loaded(site) as results,
+    ):
+        await until_more(results, "served", 50)
+        await site.picker.kill()
+        await until_more(results, "unpicked" if fail_open else "no_picker", 50)
+        allowed = {"served", "unpicked"} if fail_open else {"served", "no_picker", "cut"}
+        assert set(results) <= allowed
+        await site.picker.start()
+        await until_more(results, "served", 50)
+        settled = len(results)
+        await until_more(results, "served", 200)
+        assert set(results[settled:]) == {"served"}
 
 
-async def test_a_draining_picker_finishes_its_streams_and_refuses_others() -> None:
-    async with running_gateway(pods=1) as gateway:
-        (pod,) = gateway.pods
-        async with streaming(gateway, pod) as stream:
-            draining = asyncio.create_task(gateway.service.drain())
-            await refused(gateway)
+async def test_what_a_running_response_does_without_its_picker(
+    tmp_path: Path, profile: Profile
+) -> None:
+    async with running_site(profile, tmp_path) as site:
+        headers = JSON | {ACT: "stream"}
+        running = asyncio.create_task(site.http.post(CHAT, data=chat(), headers=headers))
+        for pod in site.pods:
             pod.go.release()
-            assert await stream.content.readuntil(b"\n\n") == b"data: 1\n\n"
-            assert not draining.done()
-            pod.stop()
-            assert await stream.content.read() == b""
+        async with await running as stream:
+            assert await stream.content.readuntil(b"\n\n") == b"data: 0\n\n"
+            await site.picker.kill()
+            async with asyncio.timeout(DEADLINE):
+                if profile == "standard":  # whose bytes go through the picker
+                    with pytest.raises(aiohttp.ClientPayloadError):
+                        await stream.content.read()
+                else:
+                    for pod in site.pods:
+                        pod.go.release()
+                    assert await stream.content.readuntil(b"\n\n") == b"data: 1\n\n"
+                    for pod in site.pods:
+                        pod.stop()
+                    assert await stream.content.read() == b""
+
+
+@pytest.mark.parametrize("fail_open", [False, True])
+async def test_a_picker_that_stands_still(
+    tmp_path: Path, profile: Profile, fail_open: bool
+) -> None:
+    async with running_site(profile, tmp_path, fail_open=fail_open) as site:
+        assert await once(site.http) == "served"
+        site.picker.stand_still()
         async with asyncio.timeout(DEADLINE):
-            await draining
-        assert (await gateway.decision("streams"))["outcome"] == "completed"
+            ends = await asyncio.gather(*(once(site.http) for _ in range(4)))
+        assert set(ends) == {"unpicked" if fail_open else "no_picker"}
+        site.picker.go_on()
+        await until_served(site.http)
+
+
+HANGS = f"scheduling: {{scorers: {{'{hanging_scorer.__name__}:Hang': 1, kv: 1}}}}\n"
+
+
+async def test_a_picker_whose_event_loop_hangs(tmp_path: Path) -> None:
+    """gRPC's threads answer Envoy's pings all the while."""
+    async with running_site("standard", tmp_path, more=HANGS) as site:
+        assert await once(site.http) == "served"
+        headers = JSON | {hanging_scorer.SECONDS: "7"}
+        hanging = asyncio.create_task(site.http.post(CHAT, data=chat(), headers=headers))
+        await site.envoy.wait_for_stat("cluster.picker-grpc.membership_healthy", 0)
+        assert not hanging.done()
+        assert await once(site.http) == "no_picker"
+        async with asyncio.timeout(DEADLINE), await hanging as response:
+            assert response.status == 200
+        await until_served(site.http)
+
+
+# A picker or an Envoy that ends
 
 
 @asynccontextmanager
@@ -156,21 +161,33 @@ async def streaming(gateway: Gateway, pod: Pod) -> AsyncIterator[aiohttp.ClientR
         yield stream
 
 
-async def refused(gateway: Gateway) -> None:
-    """Wait until new requests are."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            async with gateway.http.post(CHAT, data=chat(), headers=JSON) as response:
-                if response.status == 503:
-                    assert (await response.json())["error"]["code"] == "no_picker"
-                    return
-
-
-async def test_an_envoy_that_dies_leaves_nothing_in_flight() -> None:
-    async with running_gateway(pods=1) as gateway:
+async def test_a_draining_picker_finishes_its_streams_and_refuses_others(profile: Profile) -> None:
+    async with running_gateway(pods=1, profile=profile) as gateway:
         (pod,) = gateway.pods
         async with streaming(gateway, pod) as stream:
-            assert await gateway.inflight() == 1
+            draining = asyncio.create_task(gateway.service.drain())
+            async with asyncio.timeout(DEADLINE):
+                while await once(gateway.http) != "no_picker":
+                    pass
+            pod.go.release()
+            assert await stream.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(draining), 1)
+            pod.stop()
+            assert await stream.content.read() == b""
+        async with asyncio.timeout(DEADLINE):
+            await draining
+        assert (await gateway.decision("streams"))["outcome"] == "completed"
+
+
+async def test_an_envoy_that_dies_leaves_nothing_in_flight(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "LEASE", 1)
+    async with running_gateway(pods=1, profile=profile) as gateway:
+        (pod,) = gateway.pods
+        async with streaming(gateway, pod) as stream:
+            assert await gateway.inflight() >= 1
             gateway.envoy.process.kill()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.content.read()
