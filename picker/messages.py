@@ -156,7 +156,8 @@ def encode(reply: Reply) -> bytes:
             before, after = _around_chunk(message, len(data), end)
             return b"".join((before, data, after))
         case Steer():
-            return _known_steer(reply) if reply.request_id is None else _steer(reply)
+            known = reply.request_id is None and not reply.remove  # holds nothing of a client's
+            return _known_steer(reply) if known else _steer(reply)
         case Await(responses_off):
             return _AWAIT[responses_off]
         case Refusal():
