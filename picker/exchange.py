@@ -64,17 +64,6 @@ class Message(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class HttpRequest:
-    """A complete request."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]  # lower-case names
-    body: bytes | None  # None: it was not shown to us, or not all of it
-    subset: tuple[str, ...] | None  # the endpoints it may go to; None: all
-
-
-@dataclass(frozen=True, slots=True)
 class Steer:
     """The request goes to an endpoint: set headers and metadata, remove owned headers."""
 
@@ -103,7 +92,12 @@ class Chunk:
 
 
 Reply = Message | Steer | Await | Chunk | Refusal
-Route = Callable[[HttpRequest], Pick]  # raises Refusal
+# Takes method, path, headers (lower-case names), body (None: it was not shown to us, or not all of
+# it) and the endpoints that the request may go to (None: all). Raises Refusal.
+Route = Callable[
+    [str, str, Mapping[str, str], bytes | None, tuple[str, ...] | None],
+    Pick,
+]
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
@@ -254,13 +248,7 @@ class Exchange:
         self._request_done = True
         try:
             pick = self._route(
-                HttpRequest(
-                    headers.get(":method", ""),
-                    headers.get(":path", ""),
-                    headers,
-                    body,
-                    self._subset,
-                )
+                headers.get(":method", ""), headers.get(":path", ""), headers, body, self._subset
             )
         except Refusal as refusal:
             self._give_up()

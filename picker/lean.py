@@ -1,9 +1,9 @@
 """The lean profile's face: Envoy's ext_authz asks over HTTP/1.1, one request and one answer.
 
 Envoy posts the client's method, path, some of its headers and its body under `/pick`. The answer
-is 200 with the endpoint in a header; or a refusal. One of 4xx is the client's answer. One of
-5xx Envoy would replace, so it is a 200 too, with what to say in headers that a route of Envoy's
-answers with. An answer of 5xx itself means that the picker failed.
+is 200 with the endpoint in a header; or a refusal. One of 4xx is the client's answer. A 503
+Envoy would replace, so it is a 200 too, with what to say in headers that a route of Envoy's
+answers with. An answer of 500 itself means that the picker failed, and Envoy fails open or closed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from http import HTTPStatus
 from typing import cast
 
 import httptools
@@ -19,7 +20,6 @@ from picker.config import Config
 from picker.director import Director
 from picker.names import DESTINATION, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
-from picker.request import parse
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,9 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:  # ours: no client can cause it
+            log.exception("A request could not be answered")
+            self._break(500, "internal_error", "the request could not be routed")
         except httptools.HttpParserError:
             self._break(400, "bad_request", "the picker was sent something else than HTTP/1.1")
         except httptools.HttpParserUpgrade:
@@ -268,45 +271,40 @@ class Connection(asyncio.Protocol):
 
     # What it is about
 
-    def _pick(self, body: bytes) -> str | Refusal | None:
-        """Where to go, or why nowhere, or None when the picker failed."""
+    def _pick(self, body: bytes) -> str | Refusal:
+        """Where to go, or why nowhere."""
         director = self._server.director
+        name = self._headers.get(STREAM)
+        if not name:
+            return self._refuse(
+                400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
+            )
+        if not self._url.startswith(_PREFIX):
+            return self._refuse(404, "not_found", f"only paths under {PICK_PATH} are answered here")
         try:
-            name = self._headers.get(STREAM)
-            if not name:
-                raise Refusal(
-                    400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
-                )
-            if not self._url.startswith(_PREFIX):
-                raise Refusal(404, "not_found", f"only paths under {PICK_PATH} are answered here")
-            request = parse(
+            pick = director.route(
                 self._parser.get_method().decode("latin-1"),
                 self._url[len(_PREFIX) :].decode("latin-1"),
                 self._headers,
                 body,
             )
         except Refusal as refusal:
-            director.refused(refusal)
             return refusal
-        try:
-            pick = director.pick(request)
-        except Refusal as refusal:
-            return refusal
-        except Exception:
-            log.exception("a pick failed")
-            director.refused(Refusal(500, "internal_error", "the request could not be routed"))
-            return None
         self._server.tickets.open(name, pick)
         return pick.destination
 
-    def _answer(self, answer: str | Refusal | None, *, last: bool) -> None:
+    def _refuse(self, status: int, reason: str, message: str) -> Refusal:
+        """A refusal of our own."""
+        refusal = Refusal(status, reason, message)
+        self._server.director.refused(refusal)
+        return refusal
+
+    def _answer(self, answer: str | Refusal, *, last: bool) -> None:
         transport = self._transport
         assert transport is not None
         end = _LAST if last else _END
         if isinstance(answer, str):
             transport.write(_PICKED + answer.encode("latin-1") + end)
-        elif answer is None:
-            transport.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0" + end)
         else:
             no_body = self._parser.get_method() == b"HEAD"
             transport.write(_refused(answer, end, no_body=no_body))
@@ -332,7 +330,7 @@ class Connection(asyncio.Protocol):
 
 def _refused(refusal: Refusal, end: bytes, *, no_body: bool) -> bytes:
     body = refusal.body
-    if refusal.status < 500:
+    if refusal.status != HTTPStatus.SERVICE_UNAVAILABLE:
         lines = [f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}"]
         lines += [f"{name}: {value}" for name, value in refusal.headers]
         lines.append(f"content-length: {len(body)}")

@@ -10,18 +10,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import grpc
 
 from picker import grpc_port
 from picker.config import MIB, Config
-from picker.director import Director, Pick
-from picker.exchange import Exchange, HttpRequest
+from picker.director import Director
+from picker.exchange import Exchange
 from picker.messages import Malformed, encode, tell
 from picker.names import EXT_PROC, SET_RETRY_ON
 from picker.refusal import Refusal
-from picker.request import parse
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ MAX_STREAMS = 16_384  # one lasts as long as its generation; a further one is re
 MAX_HELD_BODIES = 32  # as long as allowed: what all unfinished request bodies may take together
 BUSY_RETRY_SECONDS = 1
 LAST_WORDS_SECONDS = 0.25  # to let the ends of streams reach Envoy before connections close
+
+_FAULT = HTTPStatus.INTERNAL_SERVER_ERROR  # of our own: the gateway fails open or closed
 
 # A buffered body comes as one message, and gRPC answers a message over its limit by ending
 # the stream, so the limit lies well above what we refuse ourselves with a 413.
@@ -108,7 +110,7 @@ class ExtProcServer:
         self._streams.add(stream)
         self._idle.clear()
         exchange = Exchange(
-            self._route,
+            self._director.route,
             self._director.refused,
             max_body=self._config.max_body,
             read_usage=self._config.usage,
@@ -150,6 +152,8 @@ class ExtProcServer:
                         await self._refuse(context, "too many bodies are being sent")
                         return
                 for reply in replies:
+                    if isinstance(reply, Refusal) and reply.status is _FAULT:
+                        await context.abort(grpc.StatusCode.INTERNAL, reply.message)
                     await context.write(encode(reply))
         finally:
             self._held -= held
@@ -159,29 +163,6 @@ class ExtProcServer:
         refusal = Refusal(503, "busy", why, retry_after=BUSY_RETRY_SECONDS)
         self._director.refused(refusal)
         await context.write(encode(refusal))
-
-    def _route(self, request: HttpRequest) -> Pick:
-        """Raises Refusal."""
-        try:
-            understood = parse(
-                request.method,
-                request.path,
-                request.headers,
-                request.body,
-                subset=request.subset,
-            )
-        except Refusal as refusal:
-            self._director.refused(refusal)
-            raise
-        try:
-            return self._director.pick(understood)
-        except Refusal:
-            raise
-        except Exception:
-            log.exception("a pick failed")
-            fault = Refusal(500, "internal_error", "the request could not be routed")
-            self._director.refused(fault)
-            raise fault from None
 
 
 def message_limit(max_body: int) -> int:

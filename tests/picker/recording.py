@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from picker.director import Pick
 from picker.pool import Endpoint
 from picker.refusal import Refusal
+from picker.request import parse
 from picker.schedule import Decision
 
 ENDPOINTS = ("192.0.2.1:8000", "192.0.2.2:8000")
@@ -21,7 +23,6 @@ class RecordingDirector:
     def __init__(self, *endpoints: str) -> None:
         self.endpoints = endpoints or ENDPOINTS
         self.refusal: Refusal | None = None
-        self.error: Exception | None = None
         self.requests: list[Any] = []
         self.picks: list[Pick] = []
         self.moves: list[str] = []
@@ -29,10 +30,22 @@ class RecordingDirector:
         self.ends: list[Pick] = []
         self.refusals: list[Refusal] = []
 
+    def route(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        subset: tuple[str, ...] | None = None,
+    ) -> Pick:
+        try:
+            return self.pick(parse(method, path, headers, body, subset=subset))
+        except Refusal as refusal:
+            self.refused(refusal)
+            raise
+
     def pick(self, request: Any) -> Pick:
         self.requests.append(request)
-        if self.error is not None:
-            raise self.error
         if self.refusal is not None:
             raise self.refusal
         host, _, port = self.endpoints[0].rpartition(":")

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.director import Outcome
+from picker.director import Outcome, Pick
 from picker.exchange import (
     MAX_CHUNK,
     Await,
@@ -28,6 +29,16 @@ SSE = {":status": "200", "content-type": "text/event-stream"}
 USAGE = b'{"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}'
 
 
+class Asked(NamedTuple):
+    """What an exchange asks its route."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None
+    subset: tuple[str, ...] | None
+
+
 class Talk:
     """An exchange and the director behind it."""
 
@@ -41,10 +52,13 @@ class Talk:
     ) -> None:
         self.director = RecordingDirector()
         self.exchange = Exchange(
-            self.director.pick, self.director.refused, max_body=max_body, read_usage=read_usage
+            self.route, self.director.refused, max_body=max_body, read_usage=read_usage
         )
         if request is not None:
             self.exchange.modes(request, response)
+
+    def route(self, *parts: Any) -> Pick:
+        return self.director.pick(Asked(*parts))
 
     def send(self, body: bytes = b"{}", headers: dict[str, str] = POST) -> Sequence[Reply]:
         """A whole request in full duplex."""

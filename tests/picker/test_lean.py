@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from picker import lean
 from picker.config import Config, Duration, Listen, Size
-from picker.director import Outcome
+from picker.director import Director, Outcome
 from picker.lean import LeanServer
 from picker.names import DESTINATION, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
+from tests.picker import own_scorer
+from tests.picker.core import Core
 from tests.picker.recording import ENDPOINTS, RecordingDirector
 from tests.picker.waiting import until
 
@@ -81,11 +83,12 @@ class Client:
 class Picker:
     """A lean server before a recording director."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, director: Director | None = None, **more: Any) -> None:
         self.director = RecordingDirector()
         settings = {"max_body": Size(LIMIT)} | more
         config = Config(listen=Listen(http=0), **settings)
-        self.server = LeanServer(self.director, config)  # type: ignore[arg-type]
+        asked: Any = director or self.director
+        self.server = LeanServer(asked, config)
         self.port = 0
 
     @asynccontextmanager
@@ -98,8 +101,8 @@ class Picker:
 
 
 @asynccontextmanager
-async def running(**more: Any) -> AsyncIterator[Picker]:
-    picker = Picker(**more)
+async def running(director: Director | None = None, **more: Any) -> AsyncIterator[Picker]:
+    picker = Picker(director, **more)
     picker.port = await picker.server.start()
     try:
         yield picker
@@ -251,17 +254,30 @@ async def test_who_asks_wrongly_is_told(envoy: Client, request_bytes: bytes, sta
     assert (await envoy.answer()).status == 200
 
 
-async def test_a_failure_of_ours_is_500_and_logged(
-    picker: Picker, envoy: Client, caplog: pytest.LogCaptureFixture
+async def test_a_fault_of_our_own_lets_envoy_fail_open_or_closed(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    picker.director.error = RuntimeError("broken")
-    envoy.send(post())
-    assert (await envoy.answer()).status == 500
-    assert "broken" in caplog.text
-    assert [refusal.status for refusal in picker.director.refusals] == [500]
-    picker.director.error = None
-    envoy.send(post())
-    assert (await envoy.answer()).status == 200
+    core = Core(["192.0.2.1:8000"], scorers={f"{own_scorer.__name__}:Failing": 1})
+    async with running(core.director) as picker, picker.client() as client:
+        for _ in range(2):
+            client.send(post())
+            assert (await client.answer()).status == 500
+    assert caplog.text.count("Traceback") == 1
+    assert core.inflight() == [(0, 0)]
+
+
+async def test_a_fault_outside_of_routing_is_no_fault_of_the_client(
+    picker: Picker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, pick: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(picker.server.tickets, "open", broken)
+    async with picker.client() as client:
+        client.send(post())
+        assert (await client.answer()).status == 500
+        assert await client.closed() == b""
+    assert "ZeroDivisionError" in caplog.text
 
 
 def hostile() -> Iterator[Any]:

@@ -19,6 +19,8 @@ from picker.exchange import BodyMode
 from picker.health import Health, HealthServer
 from picker.refusal import Refusal
 from picker.server import ExtProcServer
+from tests.picker import own_scorer
+from tests.picker.core import Core
 from tests.picker.ext_proc import (
     DUPLEX,
     POST,
@@ -342,15 +344,25 @@ async def test_a_body_over_the_limit_is_413(gateway: Gateway, mode: int, told: b
     assert await gateway.ended() is grpc.StatusCode.OK
 
 
-async def test_a_fault_of_our_own_is_500_and_told_to_the_log(
-    picker: Picker, gateway: Gateway, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", [DUPLEX, BodyMode.BUFFERED])
+async def test_a_fault_of_our_own_lets_the_gateway_fail_open_or_closed(
+    mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    picker.director.error = ZeroDivisionError()
-    await gateway.headers(POST, True)
-    answer = (await gateway.read()).immediate_response
-    assert answer.status.code == 500
-    assert b"ZeroDivision" not in answer.body
+    """The stream ends with an error; a stream that ended well would let the request pass."""
+    core = Core(["192.0.2.1:8000"], scorers={f"{own_scorer.__name__}:Failing": 1})
+    server = ExtProcServer(core.director, Config(listen=LISTEN))
+    async with channel_to(await server.start()) as channel:
+        for _ in range(3):
+            gateway = stream(channel)
+            await gateway.headers(modes=(mode, mode))
+            if mode == BodyMode.BUFFERED:
+                await gateway.read()
+            await gateway.body(BODY)
+            assert await gateway.ended() is grpc.StatusCode.INTERNAL
+    await server.stop()
     assert "ZeroDivisionError" in caplog.text
+    assert caplog.text.count("Traceback") == 1
+    assert core.inflight() == [(0, 0)]
 
 
 async def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
