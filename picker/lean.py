@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
         if self._length > self._server.max_body:
             self._too_large()
         elif self._server.held > MAX_HELD_BODIES * self._server.max_body:
-            self._break(503, "busy", "too many bodies are being sent", retry_after=1)
+            self._break(429, "busy", "too many bodies are being sent", retry_after=1)
 
     def on_message_complete(self) -> None:
         if self._broken is not None or self._transport is None or self._transport.is_closing():

@@ -36,6 +36,7 @@ _FAULT = HTTPStatus.INTERNAL_SERVER_ERROR  # of our own: the gateway fails open 
 # the stream, so the limit lies well above what we refuse ourselves with a 413.
 MESSAGE_LIMIT_FACTOR = 2
 MESSAGE_MARGIN = MIB
+INT32_MAX = (1 << 31) - 1  # gRPC takes no more
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MIB),
@@ -160,11 +161,11 @@ class ExtProcServer:
 
     async def _refuse(self, context: grpc.aio.ServicerContext, why: str) -> None:
         """Answer a request for which there is no room here."""
-        refusal = Refusal(503, "busy", why, retry_after=BUSY_RETRY_SECONDS)
+        refusal = Refusal(429, "busy", why, retry_after=BUSY_RETRY_SECONDS)
         self._director.refused(refusal)
         await context.write(encode(refusal))
 
 
 def message_limit(max_body: int) -> int:
     """Bytes of the longest message that gRPC lets through to us."""
-    return MESSAGE_LIMIT_FACTOR * max_body + MESSAGE_MARGIN
+    return min(MESSAGE_LIMIT_FACTOR * max_body + MESSAGE_MARGIN, INT32_MAX)

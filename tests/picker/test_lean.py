@@ -350,7 +350,8 @@ async def test_bodies_of_all_connections_together_are_bounded() -> None:
         async with picker.client() as one_too_many:
             one_too_many.send(half)
             answer = await one_too_many.answer()
-            assert (answer.status, answer.headers[REFUSED]) == (200, "busy")
+            assert (answer.status, answer.headers[REFUSED]) == (429, "busy")
+            assert answer.headers["retry-after"] == "1"
             assert await one_too_many.closed() == b""
         for client in clients:
             await client.__aexit__(None, None, None)

@@ -365,6 +365,15 @@ async def test_a_fault_of_our_own_lets_the_gateway_fail_open_or_closed(
     assert core.inflight() == [(0, 0)]
 
 
+async def test_the_longest_body_that_can_be_allowed() -> None:
+    async with running(max_body=Size(1 << 30)) as picker, channel_to(picker.port) as channel:
+        gateway = stream(channel)
+        await gateway.headers(modes=(BodyMode.BUFFERED, BodyMode.BUFFERED))
+        await gateway.read()
+        await gateway.body(BODY.ljust(5_000_000))  # gRPC's own limit is less
+        assert destination(await gateway.read(), "request_body")
+
+
 async def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("picker.server.MAX_HELD_BODIES", 2)
     body = BODY.ljust(1000)
@@ -376,7 +385,7 @@ async def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.Monkey
             await gateway.body(body, end=False)
         (refused,), waiting = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
         answer = refused.result().immediate_response
-        assert answer.status.code == 503
+        assert answer.status.code == 429
         assert set_headers(answer.headers)["retry-after"] == "1"
         assert len(picker.director.refusals) == 1
         for read in waiting:
@@ -397,7 +406,8 @@ async def test_streams_are_bounded(picker: Picker, monkeypatch: pytest.MonkeyPat
         second = stream(channel)
         await second.headers()
         answer = (await second.read()).immediate_response
-        assert answer.status.code == 503
+        assert answer.status.code == 429
+        assert set_headers(answer.headers)["retry-after"] == "1"
         assert await second.ended() is grpc.StatusCode.OK
         await first.respond(OK, True)
         await first.read()
