@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 
 from picker.director import Outcome, Pick
-from picker.names import OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
+from picker.names import METHODS, OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
 from picker.refusal import Refusal
 from picker.usage import UsageReader
 
@@ -246,6 +246,8 @@ class Exchange:
         headers = self._headers
         assert headers is not None
         self._request_done = True
+        if headers.get(":method") not in METHODS:
+            return [self._refuse(*unknown_method(headers.get(":method", "")))]
         try:
             pick = self._route(
                 headers.get(":method", ""), headers.get(":path", ""), headers, body, self._subset
@@ -364,6 +366,11 @@ class Exchange:
         if mode is BodyMode.FULL_DUPLEX_STREAMED:
             return _pieces(message, data, end=end)
         return [message]
+
+
+def unknown_method(method: str) -> tuple[int, str, str]:
+    """Status, reason and message of a refusal."""
+    return 405, "unknown_method", f"the method {method[:40]!r} is unknown"
 
 
 def _pieces(message: Message, body: bytes, *, end: bool) -> list[Chunk]:

@@ -18,7 +18,8 @@ import httptools
 
 from picker.config import Config
 from picker.director import Director
-from picker.names import DESTINATION, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.exchange import unknown_method
+from picker.names import DESTINATION, METHODS, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
 from picker.tickets import Tickets
 
@@ -194,8 +195,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError:  # ours: no client can cause it
             log.exception("A request could not be answered")
             self._break(500, "internal_error", "the request could not be routed")
-        except httptools.HttpParserError:
-            self._break(400, "bad_request", "the picker was sent something else than HTTP/1.1")
+        except httptools.HttpParserError as error:
+            method = data.partition(b" ")[0].decode("latin-1")
+            if "method" in str(error) and method.replace("-", "").isalnum():
+                self._break(*unknown_method(method))
+            else:
+                self._break(400, "bad_request", "the picker was sent something else than HTTP/1.1")
         except httptools.HttpParserUpgrade:
             pass  # refused when its headers were complete
         if not self._in_body and self._head_bytes > MAX_HEAD:
@@ -281,9 +286,12 @@ class Connection(asyncio.Protocol):
             )
         if not self._url.startswith(_PREFIX):
             return self._refuse(404, "not_found", f"only paths under {PICK_PATH} are answered here")
+        method = self._parser.get_method().decode("latin-1")
+        if method not in METHODS:
+            return self._refuse(*unknown_method(method))
         try:
             pick = director.route(
-                self._parser.get_method().decode("latin-1"),
+                method,
                 self._url[len(_PREFIX) :].decode("latin-1"),
                 self._headers,
                 body,

@@ -11,6 +11,9 @@ SERVED = "x-gateway-destination-endpoint-served"  # in dynamic metadata: the one
 LB_NAMESPACE = "envoy.lb"  # dynamic metadata of DESTINATION and SERVED
 SUBSET_HINT = "envoy.lb.subset_hint"  # dynamic metadata of SUBSET
 
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY"))
+"""Methods that are routed; httptools reads hardly more."""
+
 REQUEST_ID = "x-request-id"
 RETRY_ON = "x-envoy-retry-on"  # asks Envoy to try again with the next endpoint
 

@@ -347,6 +347,18 @@ def test_a_body_at_the_limit_passes() -> None:
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BodyMode.BUFFERED, BodyMode.NONE])
+@pytest.mark.parametrize("method", ["FOO", "get", "", "PURGE"])
+def test_an_unknown_method_is_refused(mode: BodyMode, method: str) -> None:
+    talk = Talk(mode)
+    replies = talk.send(headers=POST | {":method": method})
+    (refusal,) = (reply for reply in replies if isinstance(reply, Refusal))
+    assert refusal.status == 405
+    assert talk.exchange.over
+    assert talk.director.refusals == [refusal]
+    assert talk.director.requests == []
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BodyMode.BUFFERED, BodyMode.NONE])
 def test_a_refusal_is_the_only_answer(mode: BodyMode) -> None:
     talk = Talk(mode)
     talk.director.refusal = Refusal(503, "no_endpoints", "none")

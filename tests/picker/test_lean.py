@@ -16,7 +16,7 @@ from picker import lean
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Director, Outcome
 from picker.lean import LeanServer
-from picker.names import DESTINATION, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.names import DESTINATION, METHODS, REFUSAL, REFUSED, RETRY_AFTER, STREAM
 from picker.refusal import Refusal
 from tests.picker import own_scorer
 from tests.picker.core import Core
@@ -173,6 +173,13 @@ async def test_what_comes_on_one_connection_does_not_mix(picker: Picker, envoy: 
     assert len(picker.server.tickets) == 3
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+async def test_every_method_can_be_asked_for(picker: Picker, envoy: Client, method: str) -> None:
+    envoy.send(post(b"", method=method, path="/pick/"))
+    assert (await envoy.answer()).status == 200
+    assert picker.director.requests[0].method == method
+
+
 async def test_a_repeated_header_is_joined(picker: Picker, envoy: Client) -> None:
     envoy.send(post().replace(b"host: x", b"host: x\r\nx-a: 1\r\nX-A: 2"))
     await envoy.answer()
@@ -245,6 +252,7 @@ async def test_bad_json_is_refused_and_counted(picker: Picker, envoy: Client) ->
     [
         (post(name=""), 400),
         (post(path="/v1/completions"), 404),
+        (post(method="PURGE"), 405),
     ],
 )
 async def test_who_asks_wrongly_is_told(envoy: Client, request_bytes: bytes, status: int) -> None:
@@ -283,6 +291,9 @@ async def test_a_fault_outside_of_routing_is_no_fault_of_the_client(
 def hostile() -> Iterator[Any]:
     yield pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, id="TLS")
     yield pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, id="HTTP/2")
+    yield pytest.param(post(method="FOO"), 405, id="unknown method")
+    yield pytest.param(post(method="GETS"), 405, id="nearly known method")
+    yield pytest.param(post(method="DESCRIBE"), 405, id="another protocol's method")
     yield pytest.param(b"GET /pick/ HTTP/1.1\r\nbad header\r\n\r\n", 400, id="no colon")
     yield pytest.param(post(content_length="-1"), 400, id="negative length")
     yield pytest.param(post(content_length="99999999999999999999999"), 400, id="huge length")
