@@ -9,7 +9,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, TypeVar
+from functools import lru_cache
+from random import randrange
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,45 +20,62 @@ from picker.refusal import Refusal
 Fields = Mapping[str, msgspec.Raw]
 T = TypeVar("T")
 
-# Names and objects in one body. Each costs a microsecond and 200 bytes, a hundred times what text
-# of its size does; a prompt of a million tokens of JSON holds fewer.
-MAX_NAMES = 1 << 18
-_COUNTED_FROM = 1 << 18  # bytes: a smaller body cannot hold too many
+SMALL = 1 << 18  # bytes, which cannot hold so many things that it matters
+LARGE = 4 << 20  # bytes, which take long to read whatever is in them
+MAX_NAMES = 1 << 15  # outside of what is acted on; each costs 0.3 µs and 200 bytes
+MAX_SPARE = 1 << 20  # bytes of spaces between fields
+_STEP = randrange(1000, 4000)  # bytes; nobody can foresee which ones are looked at
 _LISTED_UP_TO = 1 << 16  # bytes: a larger body may repeat no field, even one that nobody acts on
 
-INT64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_INTEGER = msgspec.json.Decoder(INT64 | None)
 _STRING = msgspec.json.Decoder(str | None)
-_BOOLEANS = {b"true": True, b"false": False, b"null": None}
 
 _BEFORE_VALUE = re.compile(rb'\s*[{,]\s*"(?:[^"\\]++|\\.)*+"\s*:\s*', re.DOTALL)
 _END = re.compile(rb"\s*\}\s*")
 
 
-def fields(body: bytes, acted_on: frozenset[str]) -> dict[str, msgspec.Raw]:
+def num_names(body: bytes) -> int:
+    """Names and objects that a body may hold, at most; 0 for a small one."""
+    return body.count(b":") + body.count(b"{") if len(body) > SMALL else 0
+
+
+def is_stuffed(value: bytes) -> bool:
+    """Whether a large value is more numbers or spaces than a prompt is, by looking here and there.
+
+    Text has one comma in 40 bytes and one space in 6.
+    """
+    if len(value) <= LARGE:
+        return False
+    sample = value[::_STEP]
+    stuff = len(sample) - len(sample.translate(None, b" \t\r\n"))
+    return 2 * stuff > len(sample) or 16 * sample.count(b",") > len(sample)
+
+
+def fields(body: bytes, acted_on: frozenset[str], names: int) -> dict[str, msgspec.Raw]:
     """The fields of the object that a body is; each value is a piece of the body.
 
     Args:
         body: UTF-8, as it came.
         acted_on: names that may be there only once, since two readers of a repeated field can
             take different values. Other repeated fields are nobody's business here.
+        names: `num_names` of the body.
 
     Raises:
         Refusal: 400: no JSON (RFC 8259), no object, nested too deeply, too many names, or a
-            field of `acted_on` is repeated.
+            field of `acted_on` is repeated. Large bodies may repeat nothing.
     """
     if not body.isascii():
         try:
             body.decode()
         except UnicodeDecodeError as error:
             raise _invalid(f"not UTF-8 at byte {error.start}") from None
-    if len(body) > _COUNTED_FROM and body.count(b":") + body.count(b"{") > MAX_NAMES:
-        raise Refusal(400, "invalid_json", "the request body holds too many names and objects")
+    if names > MAX_NAMES:
+        _check_names(body, acted_on)
     found = decoded(_FIELDS.decode, body)
     # What a body is longer than its fields, written without spaces, is spaces or more fields.
     spare = len(body) - 1 - 4 * len(found) - sum(map(len, found)) - sum(map(len, found.values()))
+    if spare > MAX_SPARE:
+        raise _invalid("a field is repeated, or too much of it is spaces")
     if spare >= _SHORTEST and _repeats(body, found):
         _check_repeated(body, acted_on)
     return found
@@ -91,30 +110,6 @@ def string(found: Fields, name: str, max_length: int) -> str | None:
     return value
 
 
-def integer(found: Fields, name: str) -> int | None:
-    """A field that is an integer of 64 bits, null or missing.
-
-    Raises:
-        Refusal: 400, it is something else.
-    """
-    return _value(found, name, _INTEGER.decode, "an integer of 64 bits")
-
-
-def boolean(found: Fields, name: str) -> bool:
-    """A field that is true or false; null or missing is false.
-
-    Raises:
-        Refusal: 400, it is something else.
-    """
-    raw = found.get(name)
-    if raw is None:
-        return False
-    value = bytes(raw)
-    if value not in _BOOLEANS:
-        raise wrong(name, "true or false")
-    return bool(_BOOLEANS[value])
-
-
 def wrong(name: str, must_be: str) -> Refusal:
     """The refusal of a field with a wrong value."""
     return Refusal(400, "invalid_field", f"`{name}` must be {must_be}")
@@ -132,6 +127,21 @@ def _value(found: Fields, name: str, decode: Callable[[msgspec.Raw], T], must_be
 
 def _invalid(why: str) -> Refusal:
     return Refusal(400, "invalid_json", f"the request body is no valid JSON object: {why}")
+
+
+def _check_names(body: bytes, acted_on: frozenset[str]) -> None:
+    """Refuse a body with more names than can be kept, beside those in what is acted on."""
+    found = decoded(_only(acted_on).decode, body)
+    names = body.count(b":") - sum(bytes(raw).count(b":") for raw in msgspec.structs.astuple(found))
+    if names > MAX_NAMES:
+        raise _invalid("it holds too many names")
+
+
+@lru_cache(maxsize=16)
+def _only(names: frozenset[str]) -> msgspec.json.Decoder[Any]:
+    """A decoder that passes over other fields."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Only", fields))
 
 
 def _repeats(body: bytes, found: Fields) -> bool:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-import msgspec
-
-from picker import prompt as prompts
-from picker.json_body import INT64, Fields, boolean, fields, integer, string, wrong
+from picker.json_body import Fields, fields, num_names, string
+from picker.prompt import BYTES_PER_TOKEN, Conversation, Flat, flat
 from picker.refusal import Refusal
 
 MAX_MODEL = 256  # characters
@@ -48,10 +46,9 @@ class LLMRequest:
     kind: Kind
     model: str | None = None
     prompt: bytes = b""  # what the model will see, in its order; see picker.prompt
-    prompt_tokens: int = 0  # counted for token ids, else a quarter of the prompt's bytes
+    unread: int = 0  # bytes that the prompt has after those, about
+    prompt_tokens: int = 0  # of it all: counted for token ids, else a quarter of its bytes
     salt: bytes = b""  # what parts caches without being prompt: model (or adapter), cache salt
-    max_output_tokens: int | None = None
-    stream: bool = False
     subset: tuple[str, ...] | None = None  # endpoints that the gateway allows; None: all
 
 
@@ -86,28 +83,20 @@ def parse(
 class _Dialect:
     """Where an API puts what the picker acts on."""
 
-    prompt: Callable[[Fields], prompts.Flat]
+    prompt: Callable[[Fields, int], Flat]  # with the number of names in the body
     prompt_fields: tuple[str, ...]
-    limits: tuple[str, ...] = ()  # of output tokens; the first that is set counts
-    sampling_params: bool = False  # whether they may hold such a limit too
-
-    def acted_on(self) -> frozenset[str]:
-        names = ["model", "stream", "cache_salt", *self.limits, *self.prompt_fields]
-        return frozenset((*names, "sampling_params") if self.sampling_params else names)
 
 
 def _read(request: LLMRequest, dialect: _Dialect) -> None:
-    found = fields(request.body, _ACTED_ON[request.kind])
+    names = num_names(request.body)
+    found = fields(request.body, _ACTED_ON[request.kind], names)
     request.model = string(found, "model", MAX_MODEL)
-    request.stream = boolean(found, "stream")
-    cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
-    request.salt = _salt(request.model, cache_salt)
-    request.max_output_tokens = _limit(found, dialect)
-    request.prompt, tokens = dialect.prompt(found)
+    request.salt = _salt(request.model, string(found, "cache_salt", MAX_CACHE_SALT))
+    request.prompt, request.unread, tokens = dialect.prompt(found, names)
     if tokens is not None:
         request.prompt_tokens = tokens
-    elif request.prompt:
-        request.prompt_tokens = max(1, len(request.prompt) // prompts.BYTES_PER_TOKEN)
+    elif num_bytes := len(request.prompt) + request.unread:
+        request.prompt_tokens = max(1, num_bytes // BYTES_PER_TOKEN)
 
 
 @lru_cache(maxsize=256)
@@ -121,38 +110,8 @@ def _salt(model: str | None, cache_salt: str | None) -> bytes:
     return salt
 
 
-class _SamplingParams(msgspec.Struct):
-    max_tokens: INT64 | None = None  # vLLM
-    max_new_tokens: INT64 | None = None  # SGLang
-
-
-_SAMPLING_PARAMS = msgspec.json.Decoder(_SamplingParams)
-
-
-def _limit(found: Fields, dialect: _Dialect) -> int | None:
-    limit = None
-    for name in dialect.limits:
-        if name in found:
-            value = integer(found, name)
-            limit = value if limit is None else limit
-    if dialect.sampling_params and limit is None:
-        limit = _sampling_limit(found)
-    return None if limit is None or limit < 0 else limit
-
-
-def _sampling_limit(found: Fields) -> int | None:
-    raw = found.get("sampling_params")
-    if raw is None or not bytes(raw).startswith(b"{"):
-        return None
-    try:
-        params = _SAMPLING_PARAMS.decode(raw)
-    except msgspec.ValidationError:
-        raise wrong("sampling_params.max_tokens", "an integer of 64 bits") from None
-    return params.max_new_tokens if params.max_tokens is None else params.max_tokens
-
-
-def _completion(found: Fields) -> prompts.Flat:
-    return prompts.flat(found.get("prompt"), "prompt")
+def _completion(found: Fields, names: int) -> Flat:
+    return flat(found.get("prompt"), names)
 
 
 # What chat templates are given beside the messages; most put it before them.
@@ -167,60 +126,62 @@ _BESIDE_MESSAGES = (
 _BESIDE_INPUT = ("previous_response_id", "conversation", "prompt", "reasoning", "tools")
 
 
-def _chat(found: Fields) -> prompts.Flat:
-    conversation = prompts.messages(found.get("messages"), "messages")
-    return prompts.fields(found, _BESIDE_MESSAGES) + conversation, None
+def _chat(found: Fields, names: int) -> Flat:
+    read = Conversation(names)
+    beside = read.fields(found, _BESIDE_MESSAGES)
+    return Flat(beside + read.messages(found.get("messages"), "messages"), read.unread)
 
 
-def _responses(found: Fields) -> prompts.Flat:
+def _responses(found: Fields, names: int) -> Flat:
+    read = Conversation(names)
+    before = read.fields(found, _BESIDE_INPUT)
+    before += read.message("system", found.get("instructions"))
     given = found.get("input")
     if given is not None and bytes(given).startswith(b"["):
-        conversation = prompts.messages(given, "input")
+        conversation = read.messages(given, "input")
     else:
-        conversation = prompts.message("user", given, "input")
-    instructions = prompts.message("system", found.get("instructions"), "instructions")
-    return prompts.fields(found, _BESIDE_INPUT) + instructions + conversation, None
+        conversation = read.message("user", given)
+    return Flat(before + conversation, read.unread)
 
 
-def _embedding(found: Fields) -> prompts.Flat:
-    return _chat(found) if "messages" in found else prompts.flat(found.get("input"), "input")
+def _embedding(found: Fields, names: int) -> Flat:
+    return _chat(found, names) if "messages" in found else flat(found.get("input"), names)
 
 
-def _anthropic(found: Fields) -> prompts.Flat:
-    system = prompts.message("system", found.get("system"), "system")
-    conversation = prompts.messages(found.get("messages"), "messages")
-    return prompts.fields(found, ("tools",)) + system + conversation, None
+def _anthropic(found: Fields, names: int) -> Flat:
+    read = Conversation(names)
+    before = read.fields(found, ("tools",)) + read.message("system", found.get("system"))
+    return Flat(before + read.messages(found.get("messages"), "messages"), read.unread)
 
 
-def _tokenize(found: Fields) -> prompts.Flat:
-    return _chat(found) if "messages" in found else _completion(found)
+def _tokenize(found: Fields, names: int) -> Flat:
+    return _chat(found, names) if "messages" in found else _completion(found, names)
 
 
 _GENERATE = ("token_ids", "input_ids", "prompt", "text", "text_input")  # vLLM's, SGLang's, Triton's
 
 
-def _generate(found: Fields) -> prompts.Flat:
+def _generate(found: Fields, names: int) -> Flat:
     for name in _GENERATE:
         if name in found and bytes(found[name]) != b"null":
-            return prompts.flat(found[name], name)
-    return b"", None
+            return flat(found[name], names)
+    return Flat(b"")
 
 
 _CHAT_FIELDS = ("messages", *_BESIDE_MESSAGES)
 _DIALECTS = {
-    Kind.COMPLETION: _Dialect(_completion, ("prompt",), ("max_tokens",)),
-    Kind.CHAT: _Dialect(_chat, _CHAT_FIELDS, ("max_completion_tokens", "max_tokens")),
-    Kind.RESPONSES: _Dialect(
-        _responses,
-        (*_BESIDE_INPUT, "instructions", "input"),
-        ("max_output_tokens",),
-    ),
+    Kind.COMPLETION: _Dialect(_completion, ("prompt",)),
+    Kind.CHAT: _Dialect(_chat, _CHAT_FIELDS),
+    Kind.RESPONSES: _Dialect(_responses, (*_BESIDE_INPUT, "instructions", "input")),
     Kind.EMBEDDING: _Dialect(_embedding, ("input", *_CHAT_FIELDS)),
-    Kind.MESSAGES: _Dialect(_anthropic, ("tools", "system", "messages"), ("max_tokens",)),
+    Kind.MESSAGES: _Dialect(_anthropic, ("tools", "system", "messages")),
     Kind.TOKENIZE: _Dialect(_tokenize, ("prompt", *_CHAT_FIELDS)),
-    Kind.GENERATE: _Dialect(_generate, _GENERATE, ("max_tokens",), sampling_params=True),
+    Kind.GENERATE: _Dialect(_generate, _GENERATE),
 }
-_ACTED_ON = {kind: dialect.acted_on() for kind, dialect in _DIALECTS.items()}
+_ACTED_ON = {
+    kind: frozenset(("model", "cache_salt", *dialect.prompt_fields))
+    for kind, dialect in _DIALECTS.items()
+}
 
 _V1 = {
     "completions": Kind.COMPLETION,

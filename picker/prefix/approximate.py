@@ -63,7 +63,8 @@ class ApproximatePrefix:
         if not keys:
             return Match(depths.astype(np.float32), keys, depths)
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
-        tokens_per_block = self._block_bytes * request.prompt_tokens / len(prompt)
+        num_bytes = len(prompt) + request.unread
+        tokens_per_block = self._block_bytes * request.prompt_tokens / num_bytes
         return Match((depths * tokens_per_block).astype(np.float32), keys, depths)
 
     def learn(self, match: Match, endpoint: Endpoint) -> None:

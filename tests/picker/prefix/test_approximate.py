@@ -27,8 +27,6 @@ def request(prompt: bytes, *, tokens: int | None = None, salt: bytes = b"m") -> 
         prompt=prompt,
         prompt_tokens=(len(prompt) + 3) // 4 if tokens is None else tokens,
         salt=salt,
-        max_output_tokens=None,
-        stream=False,
         subset=None,
     )
 
