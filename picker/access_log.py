@@ -17,6 +17,9 @@ from picker.names import ACCESS_LOG, STREAM, USAGE_NAMESPACE
 from picker.tickets import Tickets
 from picker.usage import Usage, read_usage
 
+# Why Envoy answered itself what the picker refused, or what it was not asked about.
+_NEVER_PICKED = frozenset(("ext_authz_denied", "direct_response", "request_payload_too_large"))
+
 
 class AccessLogService:
     """Settles tickets by what Envoy tells about them."""
@@ -48,6 +51,8 @@ class AccessLogService:
         going_on = common.intermediate_log_entry
         pick = self._tickets.renew(name) if going_on else self._tickets.close(name)
         if pick is None:
+            if not going_on and response.response_code_details not in _NEVER_PICKED:
+                self._tickets.ended_early(name)
             return
         status = response.response_code.value  # 0 before there is one
         # Without a byte from upstream, the answer is Envoy's own.
@@ -61,7 +66,8 @@ class AccessLogService:
             pick.first_token(_first_token(common, began))
         if not going_on:
             usage = _usage(found) if found and status < 300 else None
-            pick.end(_outcome(status, common), usage)
+            after = max(0.0, _seconds(common.duration) - _seconds(common.time_to_last_rx_byte))
+            pick.end(_outcome(status, common), usage, after=after)
 
 
 def _outcome(status: int, common: AccessLogCommon) -> Outcome:

@@ -30,7 +30,9 @@ class Pick(Protocol):
 
     def response_started(self, status: int, served_by: str | None = None) -> None: ...
     def first_token(self, after: float | None = None) -> None: ...
-    def end(self, outcome: Outcome, usage: Usage | None = None) -> None: ...
+    def end(
+        self, outcome: Outcome, usage: Usage | None = None, *, after: float | None = None
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -74,15 +76,16 @@ class Tickets:
         return ticket.pick
 
     def close(self, name: str) -> Pick | None:
-        """The request is over: whoever calls this ends the pick."""
+        """The request is over: whoever calls this ends the pick. None: see `ended_early`."""
         self._told = True
         ticket = self._open.pop(name, None)
-        if ticket is not None:
-            return ticket.pick
+        return None if ticket is None else ticket.pick
+
+    def ended_early(self, name: str) -> None:
+        """The request is over, and may be asked about all the same."""
         self._ended[name] = None
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-        return None
 
     def sweep(self) -> None:
         """End what had no news for LEASE sweeps.

@@ -48,7 +48,7 @@ from picker.names import (
     STREAM,
 )
 
-LOG_FLUSH = timedelta(seconds=0.1)
+LOG_FLUSH = timedelta(seconds=0.05)
 LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
 LOG_BATCH = 64 << 10  # bytes: about a hundred entries, which the picker takes a millisecond for
 

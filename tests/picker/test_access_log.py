@@ -12,7 +12,7 @@ from picker.access_log import AccessLogService
 from picker.director import Outcome, Pick
 from picker.names import ACCESS_LOG, STREAM
 from picker.request import parse
-from picker.tickets import Tickets
+from picker.tickets import MAX_ENDED, Tickets
 from picker.usage import Usage
 from tests.picker.recording import ENDPOINTS, RecordingDirector
 from tests.picker.waiting import until
@@ -28,6 +28,7 @@ def entry(
     served: str | None = ENDPOINTS[0],
     flags: tuple[str, ...] = (),
     going_on: bool = False,
+    why: str = "via_upstream",
     **told: str | float,
 ) -> HTTPAccessLogEntry:
     """As Envoy tells of a request that came within 50 ms and was answered after 250 ms."""
@@ -35,10 +36,12 @@ def entry(
     made.request.request_headers[STREAM] = name
     made.response.response_code.value = status
     made.response.response_body_bytes = body
+    made.response.response_code_details = why
     common = made.common_properties
     common.intermediate_log_entry = going_on
     common.start_time.seconds = STARTED
     common.time_to_last_rx_byte.nanos = 50_000_000
+    common.duration.seconds = 3
     if served is not None:
         common.time_to_first_upstream_rx_byte.nanos = 250_000_000
         host, _, port = served.rpartition(":")
@@ -81,6 +84,7 @@ def test_a_complete_response(log: Log) -> None:
     assert (pick.status, pick.outcome) == (200, Outcome.COMPLETED)
     assert pick.usage == Usage(9, None, 2)
     assert pick.first_token_seconds == pytest.approx(0.2)
+    assert pick.seconds == pytest.approx(2.95)  # by Envoy's clock: an entry may come late
     assert log.director.moves == []
     assert len(log.tickets) == 0
 
@@ -153,6 +157,23 @@ def test_entries_of_no_pick_of_ours_are_passed_over(log: Log) -> None:
     log.service.settle(entry(status=500))
     assert log.director.ends == [pick]
     assert pick.outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (400, "ext_authz_denied"),
+        (503, "direct_response"),
+        (413, "request_payload_too_large"),
+    ],
+)
+def test_what_was_refused_takes_no_place_of_what_ended_early(
+    log: Log, status: int, why: str
+) -> None:
+    log.service.settle(entry("early", status=0, served=None, why="downstream_remote_disconnect"))
+    for number in range(MAX_ENDED):
+        log.service.settle(entry(f"refused-{number}", status=status, served=None, why=why))
+    assert log.picked("early").outcome is Outcome.ABORTED
 
 
 @pytest.mark.parametrize("usage", ["", "{", '{"usage": 1}', '{"usage": {}}'])

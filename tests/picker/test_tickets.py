@@ -23,7 +23,9 @@ class Picked:
     def response_started(self, status: int, served_by: str | None = None) -> None: ...
     def first_token(self, after: float | None = None) -> None: ...
 
-    def end(self, outcome: Outcome, usage: Usage | None = None) -> None:
+    def end(
+        self, outcome: Outcome, usage: Usage | None = None, *, after: float | None = None
+    ) -> None:
         self.ends.append(outcome)
 
 
@@ -40,7 +42,7 @@ def test_who_closes_a_ticket_ends_its_pick() -> None:
 
 def test_a_pick_whose_request_is_already_over_ends_as_it_opens() -> None:
     tickets, pick = Tickets(), Picked()
-    assert tickets.close("a") is None
+    tickets.ended_early("a")
     tickets.open("a", pick)
     assert pick.ends == [Outcome.ABORTED]
     assert len(tickets) == 0
@@ -49,7 +51,7 @@ def test_a_pick_whose_request_is_already_over_ends_as_it_opens() -> None:
 def test_names_that_ended_are_remembered_within_bounds() -> None:
     tickets, late, long_gone = Tickets(), Picked(), Picked()
     for number in range(MAX_ENDED + 1):
-        tickets.close(str(number))
+        tickets.ended_early(str(number))
     tickets.open("0", long_gone)
     tickets.open("1", late)
     assert long_gone.ends == []
@@ -129,6 +131,8 @@ class Orders(RuleBasedStateMachine):
         pick = self.tickets.close(name)
         if pick is not None:
             pick.end(Outcome.COMPLETED)
+        else:
+            self.tickets.ended_early(name)
 
     @rule(name=NAMES)
     def renew(self, name: str) -> None:
