@@ -33,6 +33,11 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_authz.v3 import (
 )
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.matcher.v3 import (
+    ListStringMatcher,
+    RegexMatcher,
+    StringMatcher,
+)
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
@@ -47,6 +52,12 @@ from picker.names import (
     RETRY_AFTER,
     STREAM,
 )
+
+# Headers that the picker is not shown
+SECRET = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
+OF_ONE_HOP = ("connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
+USELESS = ("accept", "accept-encoding", "accept-language", "user-agent", "x-forwarded-proto")
+USELESS_PREFIXES = ("x-envoy-", "x-stainless-", "sec-")  # the last of OpenAI's clients, of browsers
 
 LOG_FLUSH = timedelta(seconds=0.05)
 LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
@@ -73,16 +84,12 @@ def ext_authz(config: Config) -> HttpFilter:
                     allowed_client_headers=names("content-type", REFUSED, "retry-after"),
                 ),
             ),
-            allowed_headers=names(
-                "content-type",
-                "content-encoding",
-                "traceparent",
-                "x-request-id",
-                STREAM,
-                config.sessions.header.lower(),
-                prefixes=("x-gateway-inference-", "x-slo-", "x-llm-d-"),
+            # Scorers may read any header, and nobody knows which. What every client sends and no
+            # scorer asks for would only cost time.
+            allowed_headers=ListStringMatcher(
+                patterns=[StringMatcher(safe_regex=RegexMatcher(regex=".*"))]
             ),
-            disallowed_headers=names("authorization"),  # sent otherwise, and nobody's business
+            disallowed_headers=names(*SECRET, *OF_ONE_HOP, *USELESS, prefixes=USELESS_PREFIXES),
             with_request_body=BufferSettings(max_request_bytes=config.max_body),
             failure_mode_allow=config.envoy.fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
