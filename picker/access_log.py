@@ -63,7 +63,8 @@ class AccessLogService:
         found = told[USAGE_NAMESPACE].fields if USAGE_NAMESPACE in told else {}
         if heard and response.response_body_bytes:
             began = found["first"].number_value if "first" in found else None
-            pick.first_token(_first_token(common, began))
+            if began != 0:  # of a stream, only comments came yet
+                pick.first_token(_first_token(common, began))
         if not going_on:
             usage = _usage(found) if found and status < 300 else None
             after = max(0.0, _seconds(common.duration) - _seconds(common.time_to_last_rx_byte))

@@ -109,6 +109,7 @@ class Exchange:
     __slots__ = (
         "_body_unseen",
         "_chunks",
+        "_events",
         "_headers",
         "_length",
         "_max_body",
@@ -160,6 +161,7 @@ class Exchange:
         self._pick: Pick | None = None
         self._response_started = False
         self._body_unseen = False  # of the response
+        self._events = False  # whether the response is a stream of them
         self._usage: UsageReader | None = None
         self.over = False  # nothing more will be said: the stream can be ended
 
@@ -316,8 +318,11 @@ class Exchange:
                 self._response_mode is BodyMode.NONE or self._responses_off() is not None
             )
             self._pick.response_started(int(status) if status.isdecimal() else 0, served)
-            if self._read_usage and headers.get("content-encoding", "identity") == "identity":
-                self._usage = UsageReader(headers.get("content-type", ""))
+            if headers.get("content-encoding", "identity") == "identity":
+                kind = headers.get("content-type", "")
+                self._events = kind.startswith("text/event-stream")
+                if self._read_usage:
+                    self._usage = UsageReader(kind)
         if end:
             self._complete()
             self.over = True
@@ -326,7 +331,9 @@ class Exchange:
     def response_body(self, data: bytes, end: bool) -> Sequence[Reply]:
         self._body_unseen = False
         if self._pick is not None and data:
-            self._pick.first_token()
+            # Of a stream of events, a comment or half a line is no token yet.
+            if self._pick.first_token_seconds is None and (not self._events or b"data:" in data):
+                self._pick.first_token()
             if self._usage is not None:
                 self._usage.feed(data)
         if end or self._response_mode is BodyMode.BUFFERED:

@@ -1,6 +1,6 @@
 -- Finds the token usage that a model server tells at the end of a response, and hands it to the
 -- access log as dynamic metadata of "warmpath":
---   first   Unix milliseconds when the first piece of a stream's body came
+--   first   Unix milliseconds when the first event of a stream came; 0: it has not come yet
 --   usage   {"usage": {...}}; Anthropic's streams tell the prompt's at their beginning, which is
 --           added as {"message": {"usage": {...}}, "usage": {...}}
 -- Only the first and last few KiB of a response are looked at, and nothing is held back.
@@ -35,6 +35,8 @@ function envoy_on_response(handle)
     return
   end
 
+  local plain = handle:headers():get("content-encoding") == nil
+  local waiting = is_stream -- for the first event; servers may send comments before it
   local head = ""
   local pieces, oldest, newest, held = {}, 1, 0, 0
   for piece in handle:bodyChunks() do
@@ -42,11 +44,15 @@ function envoy_on_response(handle)
     if length > 0 then
       local kept = math.min(length, TAIL)
       local bytes = piece:getBytes(length - kept, kept)
-      if is_stream and newest == 0 then
-        handle:streamInfo():dynamicMetadata():set("warmpath", "first", handle:timestamp())
-      end
       if is_stream and #head < HEAD then
         head = head .. piece:getBytes(0, math.min(length, HEAD - #head))
+      end
+      if waiting then
+        waiting = plain and #head < HEAD and string.find(head, "data:", 1, true) == nil
+        local first = waiting and 0 or handle:timestamp()
+        if newest == 0 or not waiting then
+          handle:streamInfo():dynamicMetadata():set("warmpath", "first", first)
+        end
       end
       newest = newest + 1
       pieces[newest], held = bytes, held + kept

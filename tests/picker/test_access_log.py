@@ -95,6 +95,14 @@ def test_the_first_piece_of_a_stream_counts_and_not_its_headers(log: Log) -> Non
     assert pick.first_token_seconds == pytest.approx(1.45)
 
 
+def test_comments_before_the_first_event_are_no_token(log: Log) -> None:
+    pick = log.picked()
+    log.service.settle(entry(going_on=True, first=0))
+    assert pick.first_token_seconds is None
+    log.service.settle(entry(going_on=True, first=STARTED * 1000.0 + 1500))
+    assert pick.first_token_seconds == pytest.approx(1.45)
+
+
 def test_news_of_a_running_stream(log: Log) -> None:
     pick = log.picked()
     log.service.settle(entry(going_on=True, status=0, body=0, served=None))

@@ -453,6 +453,27 @@ def test_compressed_and_unwanted_bodies_are_not_read() -> None:
         assert talk.director.picks[0].usage is None
 
 
+@pytest.mark.parametrize(
+    ("headers", "pieces", "before"),
+    [
+        (SSE, [b": wait\n\n", b": wait\n\n", b"event: x\ndata: 1\n\n", b"data: 2\n\n"], 2),
+        (SSE, [b"data: 1\n\n"], 0),
+        (SSE | {"content-encoding": "gzip"}, [b"\x1f\x8b"], 0),
+        (OK, [b"{"], 0),
+        (OK, [b"", b"{"], 1),
+    ],
+)
+def test_the_first_event_is_the_first_token(
+    headers: dict[str, str], pieces: list[bytes], before: int
+) -> None:
+    talk = Talk(DUPLEX)
+    talk.send()
+    talk.exchange.response_headers(headers, False, None)
+    for number, piece in enumerate(pieces):
+        talk.exchange.response_body(piece, False)
+        assert len(talk.director.first_tokens) == (0 if number < before else 1)
+
+
 def test_the_endpoint_that_served_is_told() -> None:
     talk = Talk(DUPLEX)
     talk.send()
