@@ -22,7 +22,7 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix, Match
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
-from picker.schedule import Decision, Scheduler
+from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
 from picker.usage import Usage
 
@@ -207,7 +207,8 @@ class Director:
             return self._pool.slots
         rows = self._pool.among(request.subset)
         if not len(rows):
-            raise Refusal(503, "empty_subset", "no endpoint of the pool is in the subset")
+            why = "no endpoint of the pool is in the subset"
+            raise Refusal(503, "empty_subset", why, retry_after=RETRY_SECONDS)
         return rows
 
     def _settle_on(self, pick: Pick, endpoint: Endpoint) -> None:

@@ -31,7 +31,8 @@ the numbers are worth: half the patience gives up warm pods too early, twice of 
 that everybody shares overload its pod; so does half the weight of a request in flight.
 """
 
-FRESH = "fresh"  # the filter that always comes first
+FRESH = "fresh"  # the preference that always comes first
+RETRY_SECONDS = 1  # for a request that no pod may serve just now
 EXPLAINED = 100  # candidates that a decision keeps, the best: decisions are kept by the thousand
 
 
@@ -100,14 +101,15 @@ class Scheduler:
         if not len(pods):
             raise Refusal(503, "no_endpoints", "there is no endpoint to choose from")
         dropped: list[tuple[str, int]] = []
-        if np.count_nonzero(pods.fresh) < len(pods):
-            # A pod that was never scraped, is dead or hangs has no load to be compared by.
-            pods = _narrow(FRESH, pods.fresh, pods, dropped) or pods
         for name, required in self._required:
             kept = _narrow(name, required.keep(request, pods), pods, dropped)
             if kept is None:
-                raise Refusal(503, "no_endpoints", f"no endpoint passes the filter {name!r}")
+                why = f"no endpoint passes the filter {name!r}"
+                raise Refusal(503, "no_endpoints", why, retry_after=RETRY_SECONDS)
             pods = kept
+        if np.count_nonzero(pods.fresh) < len(pods):
+            # A pod that was never scraped, is dead or hangs has no load to be compared by.
+            pods = _narrow(FRESH, pods.fresh, pods, dropped) or pods
         eligible = pods
         for name, preference in self._preferences:
             pods = _narrow(name, preference.keep(request, pods), pods, dropped) or pods

@@ -148,6 +148,7 @@ def test_an_empty_pool_is_503_with_retry_after() -> None:
 def test_a_subset_without_a_pod_is_503(subset: list[str]) -> None:
     answer = refusal(Core(PODS), subset=subset)
     assert (answer.status, answer.reason) == (503, "empty_subset")
+    assert answer.retry_after == 1
 
 
 @pytest.mark.parametrize("subset", [PODS[1:2], ["10.0.0.2"], ["10.9.9.9:1", " 10.0.0.2:8000"]])

@@ -136,6 +136,16 @@ class TestFilters:
             made.schedule(Ask(), pods(3, labels=self.LABELS))
         assert refused.value.status == 503
         assert refused.value.reason == "no_endpoints"
+        assert refused.value.retry_after == 1
+
+    def test_a_stale_pod_that_may_serve_beats_a_fresh_one_that_may_not(self):
+        made = scheduler(filters=[{"type": "label", "matchLabels": {"role": "decode"}}])
+        candidates = pods(2, labels=[{"role": "decode"}, {}], fresh=[False, True])
+        decision = made.schedule(Ask(), candidates)
+        assert decision.endpoints == ("a:1",)
+        assert decision.dropped == (("label", 1),)
+        both = pods(3, labels=[{"role": "decode"}] * 2 + [{}], fresh=[False, True, True])
+        assert made.schedule(Ask(), both).endpoints == ("a:2",)
 
     def test_warm_pods_are_preferred_and_cold_ones_are_fallbacks(self):
         columns = {"matched_tokens": [0, 1000, 0], "waiting": [0, 3, 1]}
