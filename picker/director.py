@@ -19,7 +19,7 @@ from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
-from picker.prefix.approximate import ApproximatePrefix, Match
+from picker.prefix.approximate import ApproximatePrefix
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
@@ -54,13 +54,16 @@ class Pick:
     matched_blocks: int  # of those, on that endpoint
     picked_at: float  # Unix seconds
     _director: Director
-    _match: Match | None
+    _session: bytes  # its key
+    _tokens_per_block: float
     status: int | None = None
     first_token_seconds: float | None = None
     usage: Usage | None = None
     outcome: Outcome | None = None
     seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
+    _sent_at: float = 0.0  # by the load's clock
+    _use: bytes = b""  # of the index, while the pick may move
     _started: float = field(default_factory=time.monotonic)
 
     @property
@@ -69,11 +72,15 @@ class Pick:
         return ",".join(self.decision.endpoints)
 
     def response_started(self, status: int, served_by: str | None = None) -> None:
-        """The response's headers came; `served_by` is the endpoint they came from, if told."""
-        if self.outcome is None:
+        """The response's headers came; `served_by` is the endpoint they came from, if told.
+
+        Only the first call counts.
+        """
+        if self.outcome is None and self.status is None:
             self.status = status
             if served_by is not None and served_by != self.endpoint.address:
                 self._director.moved(self, served_by)
+            self._use = b""  # it moves no more
 
     def first_token(self, after: float | None = None) -> None:
         """The first bytes of the response's body came, `after` seconds from the pick."""
@@ -85,9 +92,14 @@ class Pick:
     def end(
         self, outcome: Outcome, usage: Usage | None = None, *, after: float | None = None
     ) -> None:
-        """The request is over, `after` seconds from the pick. Only the first call counts."""
+        """The request is over, `after` seconds from the pick. Only the first call counts.
+
+        `usage` is what the response told; an answer other than a 2xx has none to tell.
+        """
         if self.outcome is None:
-            self.outcome, self.usage = outcome, usage
+            self.outcome = outcome
+            if self.status is None or self.status < 300:
+                self.usage = usage
             self.seconds = time.monotonic() - self._started if after is None else after
             self._director.ended(self)
 
@@ -174,11 +186,11 @@ class Director:
             raise Refusal(404, "model_not_found", f"the model is not served here; known: {known}")
         rows = self._candidates(request)
         match = self._prefix.match(request)
-        home = self._sessions.find(request)
-        pods = self._load.pods(rows, match.tokens, home)
+        session = self._sessions.key(request.headers)
+        pods = self._load.pods(rows, match.tokens, self._sessions.find(session))
         decision = self._scheduler.schedule(request, pods)
         endpoint = self._pool.endpoints[decision.endpoints[0]]
-        tokens, blocks = _matched(match, endpoint)
+        uncached = max(0, request.prompt_tokens - round(float(match.tokens[endpoint.slot])))
         pick = Pick(
             request_id=request.id,
             model=request.model,
@@ -186,16 +198,21 @@ class Director:
             prompt_tokens=request.prompt_tokens,
             decision=decision,
             endpoint=endpoint,
-            uncached_tokens=max(0, request.prompt_tokens - tokens),
+            uncached_tokens=uncached,
             prompt_blocks=len(match.keys),
-            matched_blocks=blocks,
+            matched_blocks=int(match.blocks[endpoint.slot]),
             picked_at=time.time(),
             _director=self,
-            _match=match,
+            _session=session,
+            _tokens_per_block=match.tokens_per_block,
+            _credited_tokens=uncached,
         )
-        self._settle_on(pick, endpoint)
-        self._load.picked(endpoint, cold=not match.tokens.any())
-        self._sessions.keep(request, endpoint)
+        self._load.credit(endpoint, uncached)
+        cold = bool(match.keys) and not match.blocks.any()
+        pick._sent_at = self._load.picked(endpoint, cold)
+        # Now and not with the response, so that a burst of equal prompts stays together.
+        pick._use = self._prefix.learn(match.keys, endpoint)
+        self._sessions.keep(session, endpoint)
         self._journal.record(pick)
         return pick
 
@@ -211,24 +228,24 @@ class Director:
             raise Refusal(503, "empty_subset", why, retry_after=RETRY_SECONDS)
         return rows
 
-    def _settle_on(self, pick: Pick, endpoint: Endpoint) -> None:
-        """Credit an endpoint with a pick, and expect its prompt in that endpoint's cache."""
-        pick.endpoint = endpoint
-        pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
-        self._load.credit(endpoint, pick._credited_tokens)
-        if pick._match is not None:
-            self._prefix.learn(pick._match, endpoint)
-
     def moved(self, pick: Pick, address: str) -> None:
-        """Another endpoint than the first of the list serves a pick: its load goes there."""
-        endpoint = self._pool.endpoints.get(address)
-        if endpoint is None:
+        """Another endpoint than the picked one serves a pick: all that it brought goes there.
+
+        An endpoint that is not of the pool changes nothing.
+        """
+        served = self._pool.endpoints.get(address)
+        if served is None:
             return
-        self._load.release(pick.endpoint, pick._credited_tokens)
-        if pick._match is not None:
-            tokens, pick.matched_blocks = _matched(pick._match, endpoint)
-            pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
-        self._settle_on(pick, endpoint)
+        picked, pick.endpoint = pick.endpoint, served
+        self._load.release(picked, pick._credited_tokens)
+        self._load.moved(picked, served, pick._sent_at)
+        held = pick.matched_blocks
+        pick.matched_blocks = self._prefix.moved(pick._use, held, picked, served)
+        tokens = round(pick.matched_blocks * pick._tokens_per_block)
+        pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
+        pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
+        self._load.credit(served, pick._credited_tokens)
+        self._sessions.keep(pick._session, served)
         self._metrics.moved()
 
     def prefilled(self, pick: Pick) -> None:
@@ -238,7 +255,7 @@ class Director:
     def ended(self, pick: Pick) -> None:
         self._load.release(pick.endpoint, pick._credited_tokens)
         pick._credited_tokens = 0
-        pick._match = None  # the journal keeps the pick, not its keys
+        pick._use = b""  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
 
 
@@ -246,11 +263,3 @@ def _raised_at(problem: Exception) -> str:
     """The line of code, as `file:line`."""
     trace = traceback.extract_tb(problem.__traceback__)
     return f"{trace[-1].filename}:{trace[-1].lineno}" if trace else ""
-
-
-def _matched(match: Match, endpoint: Endpoint) -> tuple[int, int]:
-    """Tokens and blocks that an endpoint holds; one that came after the match holds nothing."""
-    slot = endpoint.slot
-    if slot >= len(match.tokens):
-        return 0, 0
-    return round(float(match.tokens[slot])), int(match.blocks[slot])

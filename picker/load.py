@@ -150,13 +150,14 @@ class Load:
         self._table[_INFLIGHT, slot] = pod.inflight
         self._table[_TOKENS, slot] = pod.tokens
 
-    def picked(self, endpoint: Endpoint, cold: bool) -> None:
+    def picked(self, endpoint: Endpoint, cold: bool) -> float:
         """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
 
-        It counts as waiting there until a scrape that began later tells what became of it.
+        It counts as waiting there until a scrape that began later tells what became of it. Returns
+        the time, by which `moved` knows it.
         """
         if not endpoint.alive:
-            return
+            return -inf
         now, slot = self.clock(), endpoint.slot
         picks = self._pods[slot].picks
         picks.append(now)
@@ -166,6 +167,17 @@ class Load:
         if cold:
             self._cold_at[slot] = now
         self.on_pick(endpoint)
+        return now
+
+    def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
+        """A request that was sent to one endpoint has reached another, which is answering it."""
+        if picked.alive:
+            pod = self._pods[picked.slot]
+            if picked_at in pod.picks:
+                pod.picks.remove(picked_at)
+                self._table[_WAITING, picked.slot] -= 1.0
+        if served.alive:
+            self.on_pick(served)
 
     # What the scraper sees
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from picker.pool import Endpoint
 
 MOST = 100_000  # sessions remembered; beyond that the longest unused one is forgotten
-
-
-class HasHeaders(Protocol):
-    @property
-    def headers(self) -> Mapping[str, str]: ...
 
 
 class Sessions:
@@ -48,11 +43,17 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def find(self, request: HasHeaders) -> Endpoint | None:
-        """The endpoint of the request's session, while it lives."""
-        key = self._key(request)
-        home = self._homes.get(key) if key is not None else None
-        if key is None or home is None:
+    def key(self, headers: Mapping[str, str]) -> bytes:
+        """The name of a request's session; empty for one without."""
+        if not self._header:
+            return b""
+        value = headers.get(self._header)
+        return xxhash.xxh3_128_digest(value.encode("utf-8", "surrogatepass")) if value else b""
+
+    def find(self, key: bytes) -> Endpoint | None:
+        """The endpoint of a session, while it lives."""
+        home = self._homes.get(key)
+        if home is None:
             return None
         endpoint, expires = home
         if not endpoint.alive or expires <= self._clock():
@@ -60,10 +61,9 @@ class Sessions:
             return None
         return endpoint
 
-    def keep(self, request: HasHeaders, endpoint: Endpoint) -> None:
-        """The request's session lives on `endpoint` from now on."""
-        key = self._key(request)
-        if key is None:
+    def keep(self, key: bytes, endpoint: Endpoint) -> None:
+        """The session lives on `endpoint` from now on."""
+        if not key:
             return
         now = self._clock()
         homes = self._homes
@@ -71,11 +71,3 @@ class Sessions:
         homes.move_to_end(key)
         while len(homes) > self._most or next(iter(homes.values()))[1] <= now:
             homes.popitem(last=False)
-
-    def _key(self, request: HasHeaders) -> bytes | None:
-        if not self._header:
-            return None
-        value = request.headers.get(self._header)
-        if not value:
-            return None
-        return xxhash.xxh3_128_digest(value.encode("utf-8", "surrogatepass"))

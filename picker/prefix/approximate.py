@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.blocks import block_keys
-from picker.prefix.index import PrefixIndex
+from picker.prefix.index import PrefixIndex, keys_of
 from picker.request import LLMRequest
 from scorers.pods import Column
 
@@ -36,6 +36,7 @@ class Match:
     tokens: Column  # leading prompt tokens that a pod holds, by slot: as long as pool.capacity
     keys: list[int]  # of the prompt's blocks
     blocks: NDArray[np.int32]  # leading ones of those that a pod holds, by slot
+    tokens_per_block: float  # of this prompt; 0 without keys
 
 
 class ApproximatePrefix:
@@ -61,19 +62,42 @@ class ApproximatePrefix:
         keys = block_keys(prompt, request.salt, self._block_bytes, self._max_blocks)
         depths = self._index.match(keys)
         if not keys:
-            return Match(depths.astype(np.float32), keys, depths)
+            return Match(depths.astype(np.float32), keys, depths, 0.0)
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
         num_bytes = len(prompt) + request.unread
         tokens_per_block = self._block_bytes * request.prompt_tokens / num_bytes
-        return Match((depths * tokens_per_block).astype(np.float32), keys, depths)
+        tokens = (depths * tokens_per_block).astype(np.float32)
+        return Match(tokens, keys, depths, tokens_per_block)
 
-    def learn(self, match: Match, endpoint: Endpoint) -> None:
-        """An endpoint serves the request that was matched, and holds its prompt from now on."""
+    def learn(self, keys: list[int], endpoint: Endpoint) -> bytes:
+        """An endpoint was sent a prompt of these blocks, and holds them from now on.
+
+        Returns what `moved` needs to know of it: 8 bytes a block.
+        """
         if not endpoint.alive:
-            return
+            return b""
         if self._part != MAX_BLOCKS // len(self._wanted):
             self._share()
-        self._index.learn(endpoint.slot, match.keys)
+        return self._index.learn(endpoint.slot, keys)
+
+    def moved(self, use: bytes, held: int, picked: Endpoint, served: Endpoint) -> int:
+        """Another endpoint than the picked one serves a prompt.
+
+        Args:
+            use: what `learn` returned for the picked one.
+            held: blocks of it that the picked one held before.
+
+        Returns:
+            Leading blocks that the serving one held before.
+        """
+        keys = keys_of(use) if use else []
+        if picked.alive and use:
+            self._index.unlearn(picked.slot, use, held)
+        if not served.alive:
+            return 0
+        blocks = int(self._index.match(keys)[served.slot])
+        self.learn(keys, served)
+        return blocks
 
     def resized(self, endpoint: Endpoint, kv_tokens: int) -> None:
         """An endpoint has told the size of its KV cache, in tokens."""

@@ -73,8 +73,10 @@ class PrefixIndex:
         self._fill(depths, still, len(keys))
         return depths
 
-    def learn(self, slot: int, keys: Sequence[int]) -> None:
+    def learn(self, slot: int, keys: Sequence[int]) -> bytes:
         """A pod holds these blocks of one prompt now, and used them just now.
+
+        Returns this use of them, for `unlearn`: 8 bytes a block, which the index keeps too.
 
         The last block counts as used first and the first block last. So a prompt loses its tail
         before its head, and one that is longer than the cache keeps its head.
@@ -83,8 +85,8 @@ class PrefixIndex:
         if len(keys) > cache.room:
             keys = keys[: cache.room]
         if not keys:
-            return
-        new = cache.use(keys)
+            return b""
+        new, use = cache.use(keys)
         bit = 1 << slot
         before, after = 0, bit
         holders = self._holders
@@ -98,6 +100,14 @@ class PrefixIndex:
                 holders[key] = after
                 new -= 1
         self._drop(slot, cache.evict())
+        return use
+
+    def unlearn(self, slot: int, use: bytes, held: int) -> None:
+        """A pod was not given the blocks of this use after all, but for the `held` first ones.
+
+        Those that were used again since stay.
+        """
+        self._drop(slot, self._caches[slot].take_back(use, held))
 
     def forget(self, slot: int) -> None:
         """A pod is gone, with all that it held."""
@@ -156,18 +166,33 @@ class _Cache:
         self._swept: deque[bytes] = deque()  # the same, older than all of the line
         self._waiting = 0  # keys in both
 
-    def use(self, keys: Sequence[int]) -> int:
-        """Note the use of a chain; returns how many of its keys were not held before."""
+    def use(self, keys: Sequence[int]) -> tuple[int, bytes]:
+        """Note the use of a chain; returns how many of its keys were not held before, and it."""
         used = self.used
         before = len(used)
         self._now = now = self._now + 1
         for key in keys:
             used[key] = now
-        self._line.append(_packed(now, keys))
+        packed = _packed(now, keys)
+        self._line.append(packed)
         self._waiting += len(keys)
         if self._waiting > 2 * len(used):
             self._sweep(2 * len(keys))
-        return len(used) - before
+        return len(used) - before, packed
+
+    def take_back(self, use: bytes, held: int) -> list[int]:
+        """Give up the keys of a use, but for the first ones and those used since; returns them.
+
+        They are passed over where they wait in line.
+        """
+        used = self.used
+        time, *chain = memoryview(use).cast("Q")
+        given_up = []
+        for key in chain[held:]:
+            if used.get(key) == time:
+                del used[key]
+                given_up.append(key)
+        return given_up
 
     def evict(self) -> list[int]:
         """Give up what is over the room; returns the keys, the least recently used first."""
@@ -207,6 +232,11 @@ class _Cache:
                 swept.append(_packed(time, kept))
         if not line:
             self._line, self._swept = swept, line
+
+
+def keys_of(use: bytes) -> list[int]:
+    """The keys of a use that `PrefixIndex.learn` returned."""
+    return memoryview(use).cast("Q")[1:].tolist()
 
 
 def _packed(time: int, keys: Sequence[int]) -> bytes:

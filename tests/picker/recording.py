@@ -68,7 +68,8 @@ class RecordingDirector:
             matched_blocks=0,
             picked_at=time.time(),
             _director=self,  # type: ignore[arg-type]
-            _match=None,
+            _session=b"",
+            _tokens_per_block=0.0,
         )
         self.picks.append(pick)
         return pick

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.director import Outcome, Pick
+from picker.engines import LoadReport
 from picker.journal import detail
+from picker.pool import Endpoint
 from picker.refusal import Refusal
 from picker.usage import Usage
 from tests.picker.core import Core, completion
@@ -90,6 +93,108 @@ def test_a_pick_served_elsewhere_moves_with_its_load_and_its_prefix() -> None:
     assert core.inflight() == [(0, 0)] * 3
     match = core.prefix.match(completion([1] * 700))
     assert match.tokens[served.slot] == match.tokens.max() > 500
+
+
+def waiting(core: Core, endpoint: Endpoint) -> float:
+    return core.load.describe(endpoint).waiting
+
+
+def holding(core: Core, prompt: str | list[int]) -> set[str]:
+    """The pods that are expected to hold any of a prompt."""
+    blocks = core.prefix.match(completion(prompt)).blocks
+    return {each.address for each in core.pool.endpoints.values() if blocks[each.slot]}
+
+
+def test_a_pick_served_elsewhere_leaves_nothing_where_it_was_sent() -> None:
+    core = Core(PODS, scorers={"session": 1.0})
+    request = completion([1] * 700)
+    request.headers = {"x-session-id": "mine"}
+    pick = core.director.pick(request)
+    picked, served = pick.endpoint, core.endpoint(other(pick))
+    assert (holding(core, [1] * 700), waiting(core, picked)) == ({picked.address}, 1)
+    pick.response_started(200, served.address)
+    assert (holding(core, [1] * 700), waiting(core, picked)) == ({served.address}, 0)
+    assert waiting(core, served) == 0, "it has come through the queue"
+    assert core.director.pick(request).endpoint is served, "the session lives there now"
+
+
+def test_a_scrape_between_pick_and_move_has_settled_what_waits() -> None:
+    core = Core(PODS)
+    pick = core.director.pick(completion("Hello"))
+    core.now += 1
+    core.load.report(pick.endpoint, LoadReport(waiting=5, running=0, kv_usage=0.0), core.now)
+    picked = pick.endpoint
+    pick.response_started(200, other(pick))
+    assert waiting(core, picked) == 5
+
+
+def test_what_others_sent_to_the_picked_pod_stays_expected_there() -> None:
+    core = Core(PODS)
+    first = core.director.pick(completion(LONG))
+    first.response_started(200)
+    longer = core.director.pick(completion(LONG + LONG))
+    assert longer.endpoint is first.endpoint
+    longer.response_started(200, other(longer))
+    match = core.prefix.match(completion(LONG + LONG))
+    assert match.blocks[first.endpoint.slot] == first.prompt_blocks
+    assert match.blocks[longer.endpoint.slot] == longer.prompt_blocks
+    burst = [core.director.pick(completion([7] * 700)) for _ in range(2)]
+    assert burst[0].endpoint is burst[1].endpoint, "a burst of equal prompts stays together"
+    burst[0].response_started(200, other(burst[0]))
+    assert holding(core, [7] * 700) == {pick.endpoint.address for pick in burst}
+
+
+def test_a_move_counts_what_the_serving_pod_holds_by_then() -> None:
+    core = Core(PODS)
+    old = core.director.pick(completion([1] * 700))
+    pick = core.director.pick(completion([1] * 700, subset=[other(old)]))
+    core.update([address for address in PODS if address != old.endpoint.address] + ["10.1.0.1:80"])
+    new = core.endpoint("10.1.0.1:80")
+    assert new.slot == old.endpoint.slot
+    pick.response_started(200, new.address)
+    assert (pick.matched_blocks, pick.uncached_tokens) == (0, 700)
+
+
+def test_open_picks_keep_little() -> None:
+    core = Core(PODS, journal_size=1)
+    prompts = [completion(f"{number} " + "word " * 60_000) for number in range(4)]
+    for prompt in prompts:
+        core.director.pick(prompt).end(Outcome.COMPLETED)
+
+    def growth(answered: bool) -> float:
+        gc.collect()
+        tracemalloc.start()
+        picks = [core.director.pick(prompts[number % 4]) for number in range(100)]
+        for pick in picks:
+            if answered:
+                pick.response_started(200)
+        gc.collect()
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return used / len(picks)
+
+    assert growth(answered=False) < 20_000, "8 bytes for each of 1,024 blocks, and itself"
+    assert growth(answered=True) < 6_000
+
+
+def test_only_a_2xx_tells_usage() -> None:
+    core = Core(PODS)
+    for status, told in ((200, Usage(9, 0, 9)), (299, Usage(9, 0, 9)), (300, None), (429, None)):
+        pick = core.director.pick(completion("Hello"))
+        pick.response_started(status)
+        pick.end(Outcome.COMPLETED, Usage(9, 0, 9))
+        assert pick.usage == told
+
+
+def test_a_request_without_a_prompt_is_not_cold() -> None:
+    core = Core(PODS, scorers={"noHitLru": 1.0})
+    cold = [core.director.pick(completion([number] * 400)).endpoint for number in range(2)]
+    warm = core.director.pick(completion([0] * 400))
+    never = next(each for each in core.pool.endpoints.values() if each not in cold)
+    for _ in range(10):
+        core.director.route("GET", "/v1/models", {}, b"")
+    assert core.director.pick(completion([9] * 400)).endpoint is never
+    assert warm.endpoint in core.pool.endpoints.values()
 
 
 def test_a_pick_that_moves_after_its_first_token_brings_no_tokens() -> None:

@@ -49,7 +49,7 @@ class Cluster:
 
     def serve(self, prompt: bytes, pod: int) -> Match:
         match = self.prefix.match(request(prompt))
-        self.prefix.learn(match, self.pool.endpoints[address(pod)])
+        self.prefix.learn(match.keys, self.pool.endpoints[address(pod)])
         return match
 
     def tokens(self, prompt: bytes, pod: int, **asked: object) -> float:
@@ -142,9 +142,9 @@ def test_what_a_dead_pod_served_or_told_is_not_the_next_ones() -> None:
     old = cluster.pool.endpoints[address(0)]
     match = cluster.prefix.match(request(TEXT[:640]))
     set_pods(cluster.pool, 0)
-    cluster.prefix.learn(match, old)
+    cluster.prefix.learn(match.keys, old)
     set_pods(cluster.pool, 1)
-    cluster.prefix.learn(match, old)
+    cluster.prefix.learn(match.keys, old)
     cluster.prefix.resized(old, 16)
     assert cluster.tokens(TEXT[:640], 0) == 0
     cluster.serve(TEXT[:640], 0)
@@ -155,7 +155,7 @@ def test_a_match_made_before_the_pool_grew_is_learnt_by_a_new_pod() -> None:
     cluster = Cluster(1)
     match = cluster.prefix.match(request(TEXT[:640]))
     set_pods(cluster.pool, 40)
-    cluster.prefix.learn(match, cluster.pool.endpoints[address(39)])
+    cluster.prefix.learn(match.keys, cluster.pool.endpoints[address(39)])
     assert cluster.tokens(TEXT[:640], 39) == 160
 
 

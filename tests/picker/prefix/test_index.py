@@ -48,6 +48,11 @@ class Reference:
             held.append(key)
         self.resize(slot, self.room[slot])
 
+    def unlearn(self, slot: int, keys: Sequence[int], held: int) -> None:
+        """Right after `learn` of the same."""
+        gone = set(keys[: self.room[slot]][held:])
+        self.held[slot] = [key for key in self.held[slot] if key not in gone]
+
     def forget(self, slot: int) -> None:
         self.held.pop(slot, None)
         self.room.pop(slot, None)
@@ -84,6 +89,15 @@ class IndexMachine(RuleBasedStateMachine):
         self._room_for(slot)
         self.index.learn(slot, keys)
         self.reference.learn(slot, keys)
+
+    @rule(slot=SLOTS, keys=ANY_KEYS, held=st.integers(0, 5))
+    def learn_by_mistake(self, slot: int, keys: list[int], held: int) -> None:
+        self._room_for(slot)
+        use = self.index.learn(slot, keys)
+        self.reference.learn(slot, keys)
+        if use:
+            self.index.unlearn(slot, use, held)
+            self.reference.unlearn(slot, keys, held)
 
     @rule(turns=TURNS)
     def everybody_learns(self, turns: str) -> None:
