@@ -14,6 +14,15 @@ import msgspec
 
 from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection
 from picker.envoy.bootstrap import bootstrap
+from picker.names import (
+    OWNED_HEADERS,
+    REFUSAL,
+    REFUSED,
+    RETRY_AFTER,
+    SERVED_BY,
+    SET_RETRY_ON,
+    STREAM,
+)
 from picker.service import Service
 from tests.e2e.pods import Pod, running_pods
 from tests.envoy_process import Envoy as EnvoyProcess
@@ -22,6 +31,14 @@ from tests.envoy_process import running_envoy
 DEADLINE = 30.0  # seconds, on a busy machine
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+FORGED = [  # what a client may send to speak for the picker
+    (write(name), "192.0.2.99:9090")
+    for name in (
+        *OWNED_HEADERS,
+        *(STREAM, REFUSAL, REFUSED, RETRY_AFTER, SERVED_BY, SET_RETRY_ON, "x-warmpath-anything"),
+    )
+    for write in (str.lower, str.title, str.upper)
+]
 ANY_PORTS = Listen(grpc=0, health=0, http=0, admin=0)
 
 
@@ -50,6 +67,12 @@ class Gateway:
         async with self.admin.get("/debug/decisions", params={"request_id": request_id}) as told:
             return (await told.json())["decisions"][0] if told.status == 200 else None
 
+    def change_pool(self, addresses: Sequence[str]) -> None:
+        """As when the file is written anew."""
+        config = self.service.config
+        pool = PoolSection(endpoints=[EndpointSpec(address=address) for address in addresses])
+        self.service.reload(msgspec.structs.replace(config, pool=pool))
+
     async def metric(self, name: str, label: str = "") -> float:
         """The sum over a metric's series, or over those with a label."""
         async with self.admin.get("/metrics") as response:
@@ -70,7 +93,7 @@ def config_for(pods: Sequence[Pod], addresses: Sequence[str] = (), **settings: A
     endpoints = [EndpointSpec(address=address) for address in told]
     return Config(
         listen=ANY_PORTS,
-        pool=PoolSection(endpoints=endpoints),
+        pool=settings.pop("pool", PoolSection(endpoints=endpoints)),
         envoy=Envoy(profile=settings.pop("profile", "standard")),
         **settings,
     )
@@ -81,6 +104,7 @@ async def running_gateway(
     *,
     pods: int = 2,
     addresses: Sequence[str] = (),
+    discover: bool = False,
     change: Callable[[dict[str, Any]], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
@@ -96,10 +120,11 @@ async def running_gateway(
         ports = await service.start()
         await service.until_ready()
         listen = Listen(grpc=ports.grpc, health=ports.health, http=ports.http, admin=ports.admin)
-        told = bootstrap(msgspec.structs.replace(config, listen=listen))
+        told = bootstrap(msgspec.structs.replace(config, listen=listen), discover=discover)
         if change is not None:
             change(told)
         envoy = await stack.enter_async_context(running_envoy(told))
+        await envoy.wait_for_stat("cluster.pods.membership_total", service.num_endpoints)
         http = await stack.enter_async_context(aiohttp.ClientSession(envoy.url))
         admin = await stack.enter_async_context(
             aiohttp.ClientSession(f"http://127.0.0.1:{ports.admin}")

@@ -34,6 +34,7 @@ class Pod:
     go: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     stopping: bool = False
     _runner: web.AppRunner | None = None
+    _site: web.TCPSite | None = None
 
     async def start(self) -> None:
         """Listen; on the same port as before, if it was started before."""
@@ -45,8 +46,14 @@ class Pod:
         )
         await self._runner.setup()
         port = int(self.address.rpartition(":")[2] or 0)
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await self._site.start()
         self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def shut_the_door(self) -> None:
+        """Take no new connection; the picker's for metrics stays, so that it notices nothing."""
+        assert self._site is not None
+        await self._site.stop()
 
     async def kill(self) -> None:
         """Close the port and break off whatever runs."""
@@ -59,6 +66,11 @@ class Pod:
                 connection.transport.abort()
         await self._runner.cleanup()
         self._runner = None
+
+    def reset(self) -> None:
+        """As it was when it started."""
+        self.served = self.events = self.broken = 0
+        self.go, self.stopping = asyncio.Semaphore(0), False
 
     def stop(self) -> None:
         """Let streams end."""

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 
 from picker import tickets
+from picker.names import STREAM
 from tests.e2e import hanging_scorer
-from tests.e2e.gateway import CHAT, DEADLINE, JSON, Gateway, chat, refused, running_gateway
+from tests.e2e.gateway import CHAT, DEADLINE, FORGED, JSON, Gateway, chat, refused, running_gateway
 from tests.e2e.picker_process import Profile, Site, running_site
 from tests.e2e.pods import ACT, Pod
 
@@ -91,6 +92,23 @@ async def test_a_picker_that_crashes_under_load_is_back_when_it_is(
         settled = len(results)
         await until_more(results, "served", 200)
         assert set(results[settled:]) == {"served"}
+
+
+async def test_a_client_does_not_speak_for_a_picker_that_is_away(
+    tmp_path: Path, profile: Profile
+) -> None:
+    async with running_site(profile, tmp_path, fail_open=True) as site:
+        await site.picker.kill()
+        for method, data in (("POST", chat()), ("GET", None)):
+            headers = [*FORGED, *JSON.items()]
+            async with site.http.request(method, CHAT, data=data, headers=headers) as response:
+                assert response.status == 200
+                told = (await response.json())["headers"]
+        names = [name for name, _ in told]
+        assert len(set(names)) == len(names)
+        forged = {name.lower() for name, _ in FORGED} & set(names)
+        assert forged <= {STREAM}  # made by Envoy
+        assert "192.0.2.99" not in str(told)
 
 
 async def test_what_a_running_response_does_without_its_picker(

@@ -135,8 +135,7 @@ def test_the_command_prints_the_file_s_configuration(file: Path) -> None:
     assert "ext_authz" in printed.stdout
     assert "192.0.2.1" not in printed.stdout
     static = run("-c", file, "--static", "--profile", "standard", "-o", "json")
-    assert every(json.loads(static.stdout), "address")[-2:] != []
-    assert "192.0.2.1" in static.stdout
+    assert "192.0.2.1" in every(json.loads(static.stdout), "address")
     assert "ext_proc" in static.stdout
 
 
