@@ -182,6 +182,12 @@ def parse(page: bytes, engine: Engine) -> LoadReport:
     )
 
 
+def start_time(page: bytes) -> float | None:
+    """When the server's process began, in Unix seconds, where its page tells."""
+    samples = _Page(page).samples(b"process_start_time_seconds")
+    return samples[0].number if samples else None
+
+
 class _Page:
     """A metrics page, searched rather than read."""
 
@@ -204,7 +210,7 @@ class _Page:
     def adapters(self, name: bytes) -> Adapters | None:
         """The newest series of a metric whose value is the time at which its labels were true."""
         newest, series = -1.0, b""
-        for sample in self._family(name):
+        for sample in self.samples(name):
             if sample.number is not None and sample.number >= newest:
                 newest, series = sample.number, sample.series
         if newest < 0:
@@ -221,7 +227,7 @@ class _Page:
         for metric in metrics:
             where, label = metric.where, metric.label
             by_engine: dict[frozenset[tuple[bytes, bytes]], float] = {}
-            for sample in self._family(metric.name):
+            for sample in self.samples(metric.name):
                 labels, number = _labels(sample.series), sample.number
                 if where is not None and labels.values.get(where[0]) != where[1]:
                     continue
@@ -234,7 +240,7 @@ class _Page:
                 return list(by_engine.values())
         return []
 
-    def _family(self, name: bytes) -> list[_Sample]:
+    def samples(self, name: bytes) -> list[_Sample]:
         """The series of a metric. They follow one another: the format demands it."""
         known = self._families.get(name)
         if known is not None:

@@ -89,8 +89,25 @@ class Pool:
             elif known.labels != labels:
                 known.labels = labels
                 changed = True
-        if not (changed or new):
-            return
+        if changed or new:
+            self._tell(gone, new)
+
+    def restarted(self, endpoint: Endpoint) -> Endpoint:
+        """The model server at an address is another than before: so is its endpoint, returned.
+
+        Whatever is kept for the old one, which must be alive, is forgotten.
+        """
+        endpoint.alive = False
+        heapq.heappush(self._free, endpoint.slot)
+        new = Endpoint(
+            endpoint.address, endpoint.host, endpoint.port, endpoint.labels, self._take_slot()
+        )
+        self.endpoints[new.address] = new
+        self._tell([endpoint], [new])
+        return new
+
+    def _tell(self, gone: Sequence[Endpoint], new: Sequence[Endpoint]) -> None:
+        """Something has changed, and everybody hears of it."""
         self.slots = _frozen(sorted(endpoint.slot for endpoint in self.endpoints.values()))
         self._by_host = {}
         for endpoint in self.endpoints.values():

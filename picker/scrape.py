@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from picker.config import Metrics
-from picker.engines import engine_of, parse
+from picker.engines import engine_of, parse, start_time
 from picker.load import Load
 from picker.pages import PageConnection
 from picker.pool import Endpoint, Pool
 
+SAME_START = 1.0  # seconds that two readings of a process's start may differ
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
+log = logging.getLogger(__name__)
+
 _GOLDEN = 0.6180339887  # multiples of it, without their whole parts, are spread evenly
 
 
@@ -103,6 +107,13 @@ class Scraper:
             if not self._unheard:
                 self._all_heard.set()
 
+    def restarted(self, endpoint: Endpoint) -> Endpoint:
+        """The process that answered is no more, and its cache is lost; a new watch begins."""
+        log.info(
+            "pod %s is not the process that it was: its cache counts as empty", endpoint.address
+        )
+        return self._pool.restarted(endpoint)
+
     def _picked(self, endpoint: Endpoint) -> None:
         watch = self._watches.get(endpoint)
         if watch is not None and watch.resting:
@@ -124,6 +135,9 @@ class _Watch:
         self._longest_pause = max(interval, self._settings.idle_interval * (1.0 - 0.1 * share))
         self._pause: float = interval
         self._began = 0.0
+        self._answered = False
+        self._new_connection = False
+        self._process_began: float | None = None
         self._kv_tokens: int | None = None
         self._connection: PageConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -172,10 +186,15 @@ class _Watch:
             )
         except OSError as error:
             self._connecting = None
-            why = os.strerror(error.errno) if error.errno else str(error)
-            self._fail(f"cannot connect: {why}", unreachable=error.errno in _UNREACHABLE)
+            why = "cannot connect: " + (os.strerror(error.errno) if error.errno else str(error))
+            unreachable = error.errno in _UNREACHABLE
+            if error.errno == errno.ECONNREFUSED and self._answered:
+                self._load.failed(self._scraper.restarted(endpoint), why, unreachable=unreachable)
+            else:
+                self._fail(why, unreachable=unreachable)
             return
         self._connecting, self._connection = None, connection
+        self._new_connection = True
         if connection.open:
             connection.ask(self._request)
         else:
@@ -194,6 +213,10 @@ class _Watch:
         if report.waiting is None and report.running is None and report.kv_usage is None:
             self._fail(f"nothing on {self._engine.path} is known of {self._engine.name}")
             return
+        if self._new_connection and self._is_another_process(body):
+            self._scraper.restarted(self._endpoint)
+            return
+        self._new_connection, self._answered = False, True
         self._timer.cancel()
         endpoint = self._endpoint
         self._load.report(endpoint, report, self._began)
@@ -206,6 +229,14 @@ class _Watch:
         else:
             self._rest(min(2 * self._pause, self._longest_pause))
             self.resting = True
+
+    def _is_another_process(self, body: bytes) -> bool:
+        """By its start; asked for where a connection begins, since none outlives its process."""
+        began = start_time(body)
+        if began is None:
+            return False
+        before, self._process_began = self._process_began, began
+        return before is not None and abs(began - before) > SAME_START
 
     def failed(self, why: str, *, retry: bool = False) -> None:
         if retry:

@@ -41,12 +41,13 @@ class Core:
         self.metrics = PickerMetrics(max_models)
         self.pool.listen(self.metrics)
         self.journal = Journal(journal_size)
+        self.sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
         self.director = Director(
             pool=self.pool,
             load=self.load,
             prefix=self.prefix,
             scheduler=scheduler,
-            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            sessions=self.sessions,
             metrics=self.metrics,
             journal=self.journal,
             models=frozenset(models),

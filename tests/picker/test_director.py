@@ -238,6 +238,20 @@ def test_what_a_removed_pod_served_does_not_touch_the_next_owner_of_its_slot() -
     assert core.director.pick(completion([1] * 700)).endpoint.address == PODS[1]
 
 
+def test_a_pod_that_restarts_has_lost_prefixes_and_sessions() -> None:
+    core = Core(PODS, scorers={"session": 1.0})
+    request = completion([1] * 700)
+    request.headers = {"x-session-id": "mine"}
+    homes = {core.director.pick(request).endpoint for _ in range(3)}
+    (home,) = homes
+    core.pool.restarted(home)
+    assert core.sessions.find(core.sessions.key(request.headers)) is None
+    assert holding(core, [1] * 700) == set()
+    pick = core.director.pick(request)
+    core.director.pick(request).end(Outcome.COMPLETED)
+    assert holding(core, [1] * 700) == {pick.endpoint.address}
+
+
 def test_an_empty_pool_is_503_with_retry_after() -> None:
     core = Core([])
     answer = refusal(core)

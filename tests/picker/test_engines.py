@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker.engines import ENGINES, MAX_SERIES, LoadReport, engine_of, parse
+from picker.engines import ENGINES, MAX_SERIES, LoadReport, engine_of, parse, start_time
 from scorers.pods import Adapters
 from worker.config import EngineConfig
 from worker.metrics import Metrics
@@ -389,3 +389,10 @@ def test_a_pods_label_says_its_engine(labels: dict[str, str], name: str) -> None
 def test_an_unknown_engine_is_named(caplog: pytest.LogCaptureFixture) -> None:
     engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm")
     assert "'abacus'" in caplog.text
+
+
+def test_when_the_process_began() -> None:
+    page = (DATA / "vllm_metrics_idle.txt").read_bytes()
+    assert start_time(page) == 1.79595036611e09
+    assert start_time(b"vllm:num_requests_running 0\n") is None
+    assert start_time(b"process_start_time_seconds soon\n") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from picker.config import EndpointSpec
 from picker.pool import FIRST_CAPACITY, MAX_ENDPOINTS, Endpoint, Pool, parse_address
@@ -224,6 +224,23 @@ class PoolMachine(RuleBasedStateMachine):
             assert endpoint.alive == (address in addresses)
             if endpoint.alive:
                 assert self.pool.endpoints[address] is endpoint
+
+    @precondition(lambda self: self.pool.endpoints)
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        address = data.draw(st.sampled_from(sorted(self.pool.endpoints)))
+        before, revision = dict(self.pool.endpoints), self.pool.revision
+        new = self.pool.restarted(before[address])
+        assert self.pool.endpoints == before | {address: new}
+        assert new is not before[address]
+        assert (new.alive, before[address].alive) == (True, False)
+        assert (new.address, new.port, new.labels) == (
+            address,
+            before[address].port,
+            before[address].labels,
+        )
+        assert self.pool.among([address]).tolist() == [new.slot]
+        assert self.pool.revision > revision
 
     @invariant()
     def slots_and_listeners_agree(self) -> None:

@@ -378,13 +378,55 @@ async def test_a_pod_that_nobody_listens_on() -> None:
         (pod,) = scene.pods
         await scene.scrape()
         assert scene.fresh() == [True]
+        before = scene.pool.endpoints[pod.address]
         await pod.stop()
         await eventually(pod.closed)
         assert await scene.scrape() == "cannot connect: Connection refused"
         assert scene.fresh() == [False], "long before its numbers are too old"
         assert scene.load.unreachable == {pod.address}
+        assert not before.alive, "what its cache held is forgotten"
+        after = scene.pool.endpoints[pod.address]
+        assert await scene.scrape() == "cannot connect: Connection refused"
+        assert scene.pool.endpoints[pod.address] is after, "once is enough"
         await pod.start(port=int(pod.address.rpartition(":")[2]))
         assert isinstance(await scene.scrape(), LoadReport)
+
+
+def started(at: float) -> bytes:
+    return BUSY_PAGE + b"process_start_time_seconds %.11e\n" % at
+
+
+@pytest.mark.parametrize(
+    ("page_before", "page_after", "same"),
+    [
+        (started(1.79595036611e9), started(1.79595036611e9), True),
+        (started(1.79595036611e9), started(1.79595036611e9 + 3), False),
+        (BUSY_PAGE, BUSY_PAGE, True),  # it does not tell
+        (BUSY_PAGE, started(1.79595036611e9), True),
+    ],
+)
+async def test_a_process_that_began_later_is_another_one(
+    page_before: bytes, page_after: bytes, same: bool
+) -> None:
+    """It restarted between two scrapes, and nothing else tells of it."""
+    async with scene_of(sends(page(page_before))) as scene:
+        (pod,) = scene.pods
+        await scene.scrape()
+        before = scene.pool.endpoints[pod.address]
+
+        async def dies(pod: Pod, writer: asyncio.StreamWriter) -> None:
+            pod.answer = sends(page(page_after))
+            writer.close()
+
+        pod.answer = dies
+        scene.clock.advance()
+        if not same:
+            while scene.pool.endpoints[pod.address] is before:
+                await asyncio.sleep(0)
+            assert not before.alive
+            scene.clock.advance()
+        assert await scene.heard() == LoadReport(0.0, 3.0, 0.0)
+        assert before.alive == same
 
 
 async def test_a_connection_that_the_pod_closed_meanwhile_is_no_failure() -> None:
