@@ -109,9 +109,7 @@ class Scraper:
 
     def restarted(self, endpoint: Endpoint) -> Endpoint:
         """The process that answered is no more, and its cache is lost; a new watch begins."""
-        log.info(
-            "pod %s is not the process that it was: its cache counts as empty", endpoint.address
-        )
+        log.info("pod %s is another process than before: its cache is lost", endpoint.address)
         return self._pool.restarted(endpoint)
 
     def _picked(self, endpoint: Endpoint) -> None:

@@ -20,6 +20,7 @@ from picker.load import Load
 from picker.pages import MAX_ANSWER
 from picker.pool import Endpoint, Pool
 from picker.scrape import Scraper
+from tests.picker.waiting import until
 
 VLLM_PAGE = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()
 IDLE_PAGE = (
@@ -421,9 +422,7 @@ async def test_a_process_that_began_later_is_another_one(
         pod.answer = dies
         scene.clock.advance()
         if not same:
-            while scene.pool.endpoints[pod.address] is before:
-                await asyncio.sleep(0)
-            assert not before.alive
+            await until(lambda: not before.alive)
             scene.clock.advance()
         assert await scene.heard() == LoadReport(0.0, 3.0, 0.0)
         assert before.alive == same
