@@ -16,7 +16,7 @@ vllm:num_requests_waiting 0
 vllm:kv_cache_usage_perc 0.0
 """
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-ACT = "x-act"  # a request header: "stream" or "cut"; else the request is shown
+ACT = "x-act"  # a request header: "stream", "comment" or "cut"; else the request is shown
 
 
 @dataclass(eq=False)
@@ -24,7 +24,8 @@ class Pod:
     """A server on a free port.
 
     With the header `x-act: stream` it answers with events, one for each `go.release()`, until
-    `stop()`. With `x-act: cut` it breaks off after the first.
+    `stop()`; with `x-act: comment` the same after a comment. With `x-act: cut` it breaks off after
+    the first.
     """
 
     address: str = ""
@@ -88,7 +89,7 @@ class Pod:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         self.served += 1
         match request.headers.get(ACT):
-            case "stream":
+            case "stream" | "comment":
                 return await self._stream(request)
             case "cut":
                 return await self._cut(request)
@@ -109,6 +110,8 @@ class Pod:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         try:
             await response.prepare(request)
+            if request.headers[ACT] == "comment":
+                await response.write(b": wait\n\n")
             number = 0
             while True:
                 await self.go.acquire()

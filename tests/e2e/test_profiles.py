@@ -326,6 +326,24 @@ async def test_events_pass_one_by_one(gateway: Gateway) -> None:
     assert (await ended(gateway, "one-by-one"))["outcome"] == "completed"
 
 
+async def test_a_comment_is_no_token(gateway: Gateway) -> None:
+    headers = JSON | {ACT: "comment", "x-request-id": "comment"}
+    async with gateway.http.post(CHAT, data=chat(), headers=headers) as response:
+        assert await response.content.readuntil(b"\n\n") == b": wait\n\n"
+
+        async def status() -> Any:
+            return (await gateway.decision("comment"))["status"]
+
+        await until(status, 200)  # it has heard of the response
+        assert (await gateway.decision("comment"))["firstTokenSeconds"] is None
+        assert await gateway.inflight() > 1
+        pod = await serving(gateway, "comment")
+        pod.go.release()
+        await until(gateway.inflight, 1)
+        pod.stop()
+        assert await response.content.read() == b"data: 0\n\n"
+
+
 async def test_a_client_that_leaves_is_noticed(gateway: Gateway) -> None:
     headers = JSON | {ACT: "stream", "x-request-id": "leaves"}
     async with aiohttp.ClientSession(gateway.envoy.url) as http:
