@@ -95,5 +95,5 @@ async def running_front(
         config = msgspec.structs.replace(config, scheduling=chosen)
     picks = picker(config, folder)
     before = envoy("envoy", bootstrap(config), folder, config.envoy.admin)
-    async with running([picks, before]):
+    async with running([picks]), running([before]):  # Envoy asks at once whether the picker is well
         yield Front(setup, config.envoy.listen, pid(before), pid(picks), config.listen.admin)

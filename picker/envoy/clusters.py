@@ -119,11 +119,12 @@ def picker_http(host: str, port: int) -> Cluster:
 
 
 def _health_check() -> HealthCheck:
-    """Notices a picker that hangs within four seconds, and one that is back within one."""
-    second = timedelta(seconds=1)
+    """Notices a picker that hangs within four seconds, and one that is back within half of one."""
+    second, soon = timedelta(seconds=1), timedelta(milliseconds=250)
     return HealthCheck(
         interval=second,
-        no_traffic_interval=second,
+        unhealthy_interval=soon,
+        no_traffic_interval=soon,
         timeout=second,
         unhealthy_threshold=2,
         healthy_threshold=1,

@@ -72,30 +72,33 @@ async def _serve(
     plan: Plan, workers: Sequence[Child], front: Sequence[Child], console: Console, *, demo: bool
 ) -> None:
     async with aiohttp.ClientSession() as http:
-        await _start([*workers, *front], http, console)
+        with show.StartProgress(console) as progress:
+            await _start([*workers, *front[:1]], http, progress)
+            await _start(front[1:], http, progress)  # Envoy asks at once if the picker is well
         if demo:
             await _demonstrate(plan, http, console)
         show.places(plan, console)
         await _watch(workers, front, console)
 
 
-async def _start(children: Sequence[Child], http: aiohttp.ClientSession, console: Console) -> None:
+async def _start(
+    children: Sequence[Child], http: aiohttp.ClientSession, progress: show.StartProgress
+) -> None:
     """Start all at once; each is waited for, and the first failure ends the start."""
 
     async def ready(child: Child) -> None:
         await child.until_ready(http, START_SECONDS)
         progress.ready(child)
 
-    with show.StartProgress(console) as progress:
-        for child in children:
-            await child.start()
-            progress.starting(child)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for child in children:
-                    group.create_task(ready(child))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+    for child in children:
+        await child.start()
+        progress.starting(child)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(ready(child))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def _demonstrate(plan: Plan, http: aiohttp.ClientSession, console: Console) -> None:
