@@ -35,6 +35,8 @@ def build(kind: str, name: str, registry: Mapping[str, type[T]], parameters: dic
         return msgspec.convert({fields[key]: parameters[key] for key in parameters}, type=cls)
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind} {name!r}: {_with_file_names(str(error))}") from None
+    except Exception as error:
+        raise ValueError(f"{kind} {name!r} cannot be made: {_one_line(error)}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -50,11 +52,15 @@ def _load(kind: str, name: str) -> type[Any]:
     module, _, attribute = name.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load {kind} {name!r}: {error}") from error
+    except Exception as error:  # it is anybody's code
+        raise ValueError(f"cannot load {kind} {name!r}: {_one_line(error)}") from error
     if not isinstance(cls, type):
         raise ValueError(f"{kind} {name!r} is not a class")
     return cls
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _fields(cls: type[Any]) -> dict[str, str] | None:

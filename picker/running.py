@@ -73,7 +73,8 @@ async def watch(
 
     A change is taken up once it has stood still from one look to the next: an editor may write in
     steps. A file replaced by another, or through a symbolic link as Kubernetes does with a
-    ConfigMap, is a change. One that cannot be used is logged, and the old one stays in force.
+    ConfigMap, is a change. One that cannot be used, for whatever reason, is logged, and the old
+    one stays in force.
     """
     taken = seen = None  # so the file is read once more: it may have changed since it was
     while True:
@@ -86,6 +87,8 @@ async def watch(
             apply(await asyncio.to_thread(read))
         except ValueError as problem:
             log.error("The old configuration stays in force: %s", problem)
+        except Exception:  # the next change may put it right
+            log.exception("The old configuration stays in force")
 
 
 def _signature(path: Path) -> tuple[int, int, int, int] | None:

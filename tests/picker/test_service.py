@@ -355,6 +355,22 @@ async def test_a_bad_file_or_none_keeps_the_old_configuration(
     assert caplog.text.count("The old configuration stays in force") == 2
 
 
+async def test_nothing_ends_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Watched):
+        def read(self) -> Config:
+            if self.path.read_text() == "drain: 13":
+                raise RuntimeError("bad luck")
+            return super().read()
+
+    watched = Failing(tmp_path / "w.yaml")
+    watched.path.write_text("drain: 1")
+    async with watched.watching():
+        watched.path.write_text("drain: 13")
+        await until(lambda: "bad luck" in caplog.text)
+        watched.path.write_text("drain: 2")
+        await until(lambda: watched.applied == [1, 2])
+
+
 async def started(path: Path, *flags: str) -> tuple[asyncio.subprocess.Process, list[str]]:
     """`warmpath pick -c FILE`, and its lines up to the ready line."""
     process = await asyncio.create_subprocess_exec(
@@ -419,7 +435,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_check_says_yes_or_no(tmp_path: Path) -> None:
+def test_check_says_yes_or_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "w.yaml"
     path.write_text("scheduling:\n  scorers:\n    queue: 2\n")
     assert invoke("-c", path, "--check") == (0, f"{path} can be used\n")
@@ -432,6 +448,15 @@ def test_check_says_yes_or_no(tmp_path: Path) -> None:
     code, output = invoke("-c", path, "--check")
     assert code == 3
     assert f"{path}:3: pool.endpoints[0].address: " in output
+    for name, source in (("a", "x ="), ("b", "x = y"), ("c", "import nothing_of_this_name")):
+        (tmp_path / f"scorer_{name}.py").write_text(source)
+        path.write_text(f"scheduling:\n  scorers:\n    'scorer_{name}:S': 2\n")
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(tmp_path)
+            code, output = invoke("-c", path, "--check")
+        assert (code, len(output.splitlines())) == (3, 1)
+        where = f"{path}:3: scheduling.scorers.scorer_{name}:S"
+        assert output.startswith(f"Error: {where}: cannot load")
     assert invoke("--endpoint", "127.0.0.1:1", "--check")[0] == 0
     assert invoke("--endpoint", "127.0.0.1", "--check")[0] == 3
 
