@@ -136,7 +136,7 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "sessions.ttl": ("1s", "168h"),
     "envoy.timeout": ("0s", "168h"),
     "envoy.idleTimeout": ("0s", "168h"),
-    "maxBody": ("1KiB", "1GiB"),
+    "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it
     "drain": ("0s", "1h"),
 }
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

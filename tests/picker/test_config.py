@@ -28,7 +28,7 @@ scheduling:
   picker: {type: softmax, fallbacks: 2, temperature: 0.5}
 sessions: {header: x-user, ttl: 1h}
 envoy: {listen: 80, profile: lean, failOpen: true, timeout: 5m, retries: 0}
-maxBody: 1Gi
+maxBody: 1000Mi
 usage: false
 drain: 0
 """
@@ -59,7 +59,7 @@ def test_a_whole_file_is_read() -> None:
     assert config.scheduling.filters == ["fresh", {"label": {"role": "both"}}]
     assert config.sessions.ttl == 3600
     assert (config.envoy.fail_open, config.envoy.profile) == (True, "lean")
-    assert (config.max_body, config.usage, config.drain) == (1 << 30, False, 0)
+    assert (config.max_body, config.usage, config.drain) == (1000 << 20, False, 0)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "metrics:\nlisten: {grpc: }\n"])
@@ -135,7 +135,7 @@ def test_load_names_the_file(tmp_path: Path) -> None:
         ("drain: -1s", "'-1s' is not a duration"),
         ("drain: yes", "True is not a duration"),
         ("maxBody: 16MB", "'16MB' is not a size: write 256, 64KiB, 16MiB or 1GiB"),
-        ("maxBody: 2GiB", "maxBody: '2GiB' must be between 1KiB and 1GiB"),
+        ("maxBody: 1GiB", "maxBody: '1GiB' must be between 1KiB and 1000MiB"),
         ("prefix: {maxBlocks: 0}", "prefix.maxBlocks: expected a whole number, at least 1, got 0"),
         ("scheduling: {picker: {temperature: 0}}", "0 must be between 0.000001 and 1000000"),
         ("[1, 2]", "w.yaml:1: expected keys with values, got [1, 2]"),
@@ -221,7 +221,7 @@ def test_durations(written: object, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "value"), [("64KiB", 65536), ("16Mi", 16 << 20), ("1GiB", 1 << 30), (256, 256)]
+    ("written", "value"), [("64KiB", 65536), ("16Mi", 16 << 20), ("0.5GiB", 1 << 29), (256, 256)]
 )
 def test_sizes(written: object, value: int) -> None:
     assert num_bytes(written) == value

@@ -252,6 +252,11 @@ async def test_reload_takes_over_endpoints_and_tells_what_needs_a_restart(
         assert service.num_endpoints == 1
 
 
+async def test_the_largest_body_that_may_be_configured_can_be_served() -> None:
+    async with running(config_of("127.0.0.1:1", more="maxBody: 1000MiB")) as (_, ports):
+        assert await healthy(ports.grpc)
+
+
 async def test_a_port_in_use_is_named() -> None:
     for key in ("grpc", "http", "health", "admin"):
         with socket.create_server(("127.0.0.1", 0)) as taken:
