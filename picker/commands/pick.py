@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from picker.commands.errors import BadConfig, CheckFailed
 from picker.config import Config, Duration, EndpointSpec, check_range, load, seconds
 
 EXAMPLES = """\b
@@ -18,18 +19,6 @@ Examples:
   warmpath pick --endpoint 127.0.0.1:8001 --endpoint 127.0.0.1:8002
 """
 PORT = click.IntRange(0, 65535)
-
-
-class BadConfig(click.ClickException):
-    """A configuration that cannot be used."""
-
-    exit_code = 2
-
-
-class CheckFailed(click.ClickException):
-    """What --check says no with."""
-
-    exit_code = 3
 
 
 def _interval(ctx: click.Context, option: click.Parameter, value: str | None) -> Duration | None:
