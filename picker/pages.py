@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import cast
 
 import httptools
 
 MAX_ANSWER = 4 << 20  # bytes, with headers; vLLM's page has 60 KB
-
-
-class Reader(Protocol):
-    """Who asked. Each question is answered by one of these, once."""
-
-    def page(self, body: bytes) -> None:
-        """The whole body of an answer with status 200."""
-
-    def failed(self, why: str, *, retry: bool = False) -> None:
-        """`retry`: the pod had closed the connection by the time it was used again."""
 
 
 class PageConnection(asyncio.Protocol):
@@ -25,11 +16,20 @@ class PageConnection(asyncio.Protocol):
 
     A pod that sends nothing, or its page too slowly, is for the reader to time: it calls `drop`,
     and hears no more.
+
+    Args:
+        on_page: takes the body of an answer with status 200. Each question has one such call, or
+            one of `on_failure`.
+        on_failure: is told why there is none, and whether to try again, since the pod had closed
+            the connection by the time it was used again.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(
+        self, on_page: Callable[[bytes], None], on_failure: Callable[[str, bool], None]
+    ) -> None:
         self.open = False  # fit for the next question
-        self._reader = reader
+        self._on_page = on_page
+        self._on_failure = on_failure
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._asked = False
@@ -96,13 +96,13 @@ class PageConnection(asyncio.Protocol):
         if not keep:
             self.drop()
         if status == 200:
-            self._reader.page(body)
+            self._on_page(body)
         else:
-            self._reader.failed(f"it answers with status {status}")
+            self._on_failure(f"it answers with status {status}", False)
 
     def _fail(self, why: str, *, retry: bool = False) -> None:
         self.drop()
-        self._reader.failed(why, retry=retry)
+        self._on_failure(why, retry)
 
     # What the parser tells
 

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from picker.config import Metrics
 from picker.engines import engine_of, parse, start_time
@@ -22,11 +21,7 @@ log = logging.getLogger(__name__)
 _GOLDEN = 0.6180339887  # multiples of it, without their whole parts, are spread evenly
 
 
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-CallLater = Callable[[float, Callable[[], None]], Timer]
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class Scraper:
@@ -42,11 +37,11 @@ class Scraper:
         pool: Pool,
         load: Load,
         settings: Metrics,
-        on_blocks: Callable[[Endpoint, int], None],
+        on_resize: Callable[[Endpoint, int], None],
         *,
         call_later: CallLater | None = None,
     ) -> None:
-        """`on_blocks` is told how many tokens a pod's KV cache holds, when first known and when
+        """`on_resize` is told how many tokens a pod's KV cache holds, when first known and when
         that changes. `call_later` is the running loop's unless given.
 
         Raises:
@@ -60,7 +55,7 @@ class Scraper:
         self._pool = pool
         self.load = load
         self.settings = settings
-        self.on_blocks = on_blocks
+        self.on_resize = on_resize
         self._call_later = call_later
         self._watches: dict[Endpoint, _Watch] = {}
         self._unheard: set[Endpoint] = set()
@@ -119,7 +114,7 @@ class Scraper:
 
 
 class _Watch:
-    """Asks one pod. A `pages.Reader`."""
+    """Asks one pod."""
 
     def __init__(self, scraper: Scraper, endpoint: Endpoint, call_later: CallLater) -> None:
         self.resting = False  # in a pause longer than `interval`, because the pod is idle
@@ -180,7 +175,7 @@ class _Watch:
         endpoint = self._endpoint
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: PageConnection(self), endpoint.host, endpoint.port
+                lambda: PageConnection(self.page, self.failed), endpoint.host, endpoint.port
             )
         except OSError as error:
             self._connecting = None
@@ -220,7 +215,7 @@ class _Watch:
         self._load.report(endpoint, report, self._began)
         if report.kv_tokens is not None and report.kv_tokens != self._kv_tokens:
             self._kv_tokens = report.kv_tokens
-            self._scraper.on_blocks(endpoint, report.kv_tokens)
+            self._scraper.on_resize(endpoint, report.kv_tokens)
         self._scraper.heard(endpoint)
         if self._load.busy(endpoint):
             self._rest(self._settings.interval)
@@ -236,7 +231,7 @@ class _Watch:
         before, self._process_began = self._process_began, began
         return before is not None and abs(began - before) > SAME_START
 
-    def failed(self, why: str, *, retry: bool = False) -> None:
+    def failed(self, why: str, retry: bool) -> None:
         if retry:
             self._connect()  # a new connection has no answer yet, so this is done once
         else:
