@@ -1,4 +1,8 @@
-"""Choosers take one candidate by the totals of their scores."""
+"""Choosers take one candidate by the totals of their scores.
+
+The reference picker calls them pickers, and so does warmpath.yaml (`scheduling.picker`); here the
+picker is the whole.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +44,6 @@ def softmax(temperature: float) -> Chooser:
 
     Source: Dynamo's router: towards 0 it becomes the highest total, above 1 nearly uniform.
     """
-    if not 0 < temperature < np.inf:
-        raise ValueError("picker: temperature must be above 0")
 
     def choose(totals: Column, random: np.random.Generator) -> int:
         heights = (totals.astype(np.float64) - totals.max()) / temperature
@@ -64,6 +66,7 @@ def power_of_two(totals: Column, random: np.random.Generator) -> int:
 
 
 def chooser(settings: PickerSection) -> Chooser:
+    """The one that is configured; what config.py checks is not checked again."""
     match settings.type:
         case "maxScore":
             return max_score

@@ -71,7 +71,6 @@ class Metrics(Section, frozen=True):
 
 
 class Prefix(Section, frozen=True):
-    mode: Literal["approximate"] = "approximate"
     block_bytes: Size = Size(256)
     max_blocks: Blocks = 1024  # of one prompt; what follows is not matched
 

@@ -142,6 +142,8 @@ def shown(value: object) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown word: the nearest known one, or all of them."""
     names = sorted(known)
+    if not names:
+        return "it takes none"
     near = difflib.get_close_matches(word, names, 1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
 

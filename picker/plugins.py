@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+
+from picker.document import nearest
 
 T = TypeVar("T")
 
@@ -24,28 +25,21 @@ def build(kind: str, name: str, registry: Mapping[str, type[T]], parameters: dic
     """
     cls: type[T] | None = _load(kind, name) if ":" in name else registry.get(name)
     if cls is None:
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, registry)}")
+        raise ValueError(f"unknown {kind} {name!r}; {nearest(name, registry)}")
     fields = _fields(cls)
     if fields is None:
         raise ValueError(f"{kind} {name!r} must be a dataclass: its fields are its parameters")
     for key in parameters:
         if key not in fields:
-            raise ValueError(f"unknown parameter {key!r} of {kind} {name!r}{nearest(key, fields)}")
+            raise ValueError(
+                f"unknown parameter {key!r} of {kind} {name!r}; {nearest(key, fields)}"
+            )
     try:
         return msgspec.convert({fields[key]: parameters[key] for key in parameters}, type=cls)
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind} {name!r}: {_with_file_names(str(error))}") from None
     except Exception as error:
         raise ValueError(f"{kind} {name!r} cannot be made: {_one_line(error)}") from error
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or all."""
-    known = list(known)
-    if not known:
-        return "; it takes none"
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def _load(kind: str, name: str) -> type[Any]:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from picker.choosers import chooser, max_score
 from picker.config import Scheduling
+from picker.document import nearest
 from picker.filters import FILTERS, Filter
-from picker.plugins import build, nearest
+from picker.plugins import build
 from picker.refusal import Refusal
 from scorers import SCORERS
 from scorers.pods import Column, Pods, Request
@@ -83,8 +84,6 @@ class Scheduler:
         self._preferences = [entry for entry in filters if not entry[1].required]
         self._choose = chooser(settings.picker)
         self._fallbacks = settings.picker.fallbacks
-        if self._fallbacks < 0:
-            raise ValueError("picker: fallbacks must not be negative")
         self._random = random or np.random.default_rng()
 
     @property
@@ -198,5 +197,5 @@ def _filter(entry: str | dict[str, Any]) -> tuple[str, Filter]:
     parameters = {"type": entry} if isinstance(entry, str) else dict(entry)
     name = parameters.pop("type", None)
     if not isinstance(name, str):
-        raise ValueError(f"filter {entry!r} needs a type{nearest('', FILTERS)}")
+        raise ValueError(f"filter {entry!r} needs a type; {nearest('', FILTERS)}")
     return name, build("filter", name, FILTERS, parameters)

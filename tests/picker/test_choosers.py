@@ -52,8 +52,3 @@ def test_power_of_two_never_takes_the_worst_of_several():
 @pytest.mark.parametrize("kind", ["maxScore", "weightedRandom", "softmax", "powerOfTwo"])
 def test_one_candidate_is_chosen(kind):
     assert shares([0], type=kind) == [1]
-
-
-def test_a_temperature_of_zero_is_refused():
-    with pytest.raises(ValueError, match="temperature"):
-        chooser(PickerSection(type="softmax", temperature=0))

@@ -322,7 +322,7 @@ def test_the_same_seed_picks_the_same():
     ("settings", "words"),
     [
         ({"scorers": {"prefx": 1}}, ["'prefx'", "did you mean 'prefix'"]),
-        ({"scorers": {"zzz": 1}}, ["'zzz'", "known: prefix, queue"]),
+        ({"scorers": {"zzz": 1}}, ["'zzz'", "known: contextLength, inflight"]),
         ({"scorers": {"uncached": {"patiense": 1}}}, ["'patiense'", "did you mean 'patience'"]),
         ({"scorers": {"queue": {"depth": 1}}}, ["'depth'", "it takes none"]),
         ({"scorers": {"uncached": {"span": "x"}}}, ["'uncached'", "span", "float"]),
@@ -354,8 +354,3 @@ def test_what_is_wrong_is_named_with_the_nearest_known(settings, words):
         Scheduler(Scheduling(**settings))
     for word in words:
         assert word in str(wrong.value)
-
-
-def test_negative_fallbacks_are_refused():
-    with pytest.raises(ValueError, match="fallbacks"):
-        scheduler(fallbacks=-1)
