@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +18,7 @@ from picker.envoy.bootstrap import bootstrap
 from tests.e2e.gateway import DEADLINE, config_for
 from tests.e2e.pods import Pod, running_pods
 from tests.envoy_process import Envoy, running_envoy
+from tests.worker.process import free_ports
 
 Profile = Literal["standard", "lean"]
 
@@ -29,7 +28,7 @@ class PickerProcess:
 
     def __init__(self, addresses: Sequence[str], folder: Path, more: str = "") -> None:
         """`more` is added to warmpath.yaml."""
-        grpc, http, health, admin = ports_to_keep(4)
+        grpc, http, health, admin = free_ports(4)
         self.listen = Listen(grpc=grpc, http=http, health=health, admin=admin)
         ports = f"{{grpc: {grpc}, http: {http}, health: {health}, admin: {admin}}}"
         endpoints = "".join(f"  - address: {address}\n" for address in addresses)
@@ -108,19 +107,3 @@ async def running_site(
         await envoy.wait_for_stat("cluster.pods.membership_total", len(pods))
         http = await stack.enter_async_context(aiohttp.ClientSession(envoy.url))
         yield Site(pods, picker, envoy, http)
-
-
-def ports_to_keep(count: int) -> list[int]:
-    """Free ports that no other socket is given meanwhile: those below the ephemeral ones."""
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(10_000, first_ephemeral)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found

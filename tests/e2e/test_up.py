@@ -57,29 +57,21 @@ class Up:
 @asynccontextmanager
 async def running_up(*flags: str, workers: int = 2) -> AsyncIterator[Up]:
     ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
-    worker_port = _free_run(workers)
+    worker_ports = free_ports(workers)
     command = [str(Path(sys.executable).parent / "warmpath"), "up", *flags]
     for flag, port in zip(FLAGS, ports.values(), strict=True):
         command += [flag, str(port)]
-    command += ["--workers", str(workers), "--worker-port", str(worker_port)]
+    command += ["--workers", str(workers), "--worker-port", str(worker_ports[0])]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=DEVNULL, stdout=PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    up = Up(process, ports, list(range(worker_port, worker_port + workers)))
+    up = Up(process, ports, worker_ports)
     try:
         yield up
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def _free_run(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    while True:
-        [first] = free_ports(1)
-        if first + count < 65_536 and not any(map(_listens, range(first, first + count))):
-            return first
 
 
 def _listens(port: int) -> bool:
