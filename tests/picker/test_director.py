@@ -397,29 +397,35 @@ def test_a_pick_explains_itself_without_telling_the_prompt() -> None:
     assert "secret" not in repr(told)
 
 
-def test_twenty_thousand_picks_leave_nothing_behind_but_what_is_bounded() -> None:
+def test_thousands_of_picks_leave_nothing_behind_but_what_is_bounded() -> None:
     core = Core(PODS, journal_size=100)
     core.load.clock = lambda: 1000.0
 
     def some(start: int, count: int) -> None:
         for number in range(start, start + count):
-            pick = core.director.pick(completion([number % 50] * 100, model=f"m{number}"))
+            pick = core.director.pick(completion([number % 50] * 100, model=f"m{number % 1500}"))
             pick.response_started(200, PODS[number % 3])
             pick.first_token()
             pick.end(list(Outcome)[number % 3], Usage(100, 10, 10))
             if number % 500 == 0:
                 core.update(PODS[number % 2 :])
 
-    some(0, 10_000)  # tables are full: 1,000 models, the journal, the index
-    gc.collect()
-    before = len(gc.get_objects())
-    some(10_000, 10_000)
-    gc.collect()
-    objects = gc.get_objects()
-    assert len(objects) - before < 1000
-    picks = [each for each in objects if isinstance(each, Pick)]
-    ours = [pick for pick in picks if pick._director is core.director]
-    assert len(ours) <= 101  # the journal's, and the last
+    def used() -> int:
+        """Bytes that the picker's own code holds."""
+        gc.collect()
+        ours = tracemalloc.Filter(True, "*/picker/*.py")
+        tests = tracemalloc.Filter(False, "*/tests/*")
+        snapshot = tracemalloc.take_snapshot().filter_traces((ours, tests))
+        return sum(trace.size for trace in snapshot.statistics("filename"))
+
+    tracemalloc.start()
+    try:
+        some(0, 2000)  # tables are full: 1,000 models, the journal, the index
+        before = used()
+        some(2000, 2000)
+        assert used() - before < 50_000, "25 bytes a pick"
+    finally:
+        tracemalloc.stop()
     assert set(core.inflight()) == {(0, 0)}
     assert len(core.journal) == 100
     assert core.page().count("inference_objective_request_total{") == 1001

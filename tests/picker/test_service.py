@@ -168,10 +168,10 @@ async def test_a_pool_without_pods_is_ready_to_say_so() -> None:
 
 async def test_the_size_that_a_pod_tells_reaches_the_index() -> None:
     page = PAGE + 'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1\n'
-    async with model_server(page) as pod, running(config_of(pod)) as (service, _):
+    async with model_server(page) as pod, running(config_of(pod)) as (service, ports):
         service.director.pick(completion([1] * 64_000))
-        views = service._views()
-        assert 0 < views.prefix.blocks <= 64 * 4 // 256
+        _, text = await get(ports.admin, "/debug/state")
+        assert json.loads(text)["prefixIndex"]["blocks"] == 64 * 4 // 256
 
 
 async def test_draining_tells_probes_first_and_lets_streams_end() -> None:

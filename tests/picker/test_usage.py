@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -302,11 +303,15 @@ def test_the_end_of_a_long_event_is_enough(size: int) -> None:
 
 
 def test_memory_is_bounded() -> None:
+    chunk = b"x" * 100_000
     for content_type in (JSON, EVENTS):
+        tracemalloc.start()
         reader = UsageReader(content_type)
         for _ in range(100):
-            reader.feed(b"x" * 100_000)
-            assert len(reader._begun) <= MAX_DOCUMENT
+            reader.feed(chunk)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 3 * MAX_DOCUMENT
 
 
 def test_nothing_counts_after_the_end() -> None:
