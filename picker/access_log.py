@@ -6,11 +6,15 @@ while a request runs and once at its end.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import grpc
 from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLogEntry
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from picker.director import Outcome
 from picker.names import ACCESS_LOG, STREAM, USAGE_NAMESPACE
@@ -29,16 +33,14 @@ class AccessLogService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on a gRPC server that has not started yet."""
-        handler = grpc.stream_unary_rpc_method_handler(
-            self._stream, request_deserializer=StreamAccessLogsMessage.FromString
-        )
+        handler = grpc.stream_unary_rpc_method_handler(self._stream, request_deserializer=_entries)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler}),)
         )
 
     async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            for entry in message.http_logs.log_entry:
+        while (entries := await context.read()) is not grpc.aio.EOF:
+            for entry in entries:
                 self.settle(entry)
         return b""
 
@@ -69,6 +71,31 @@ class AccessLogService:
             usage = _usage(found) if found and status < 300 else None
             after = max(0.0, _seconds(common.duration) - _seconds(common.time_to_last_rx_byte))
             pick.end(_outcome(status, common), usage, after=after)
+
+
+def _entries(message: bytes) -> list[HTTPAccessLogEntry]:
+    """The entries of one message.
+
+    Envoy copies `x-request-id` as the client sent it. One that is no UTF-8 makes its own entry
+    unreadable, and must not take along those of others.
+    """
+    try:
+        return list(StreamAccessLogsMessage.FromString(message).http_logs.log_entry)
+    except DecodeError:
+        pass
+    entries = []
+    for logs in _pieces(message, StreamAccessLogsMessage, "http_logs"):
+        for entry in _pieces(logs, StreamAccessLogsMessage.HTTPAccessLogEntries, "log_entry"):
+            with suppress(DecodeError):
+                entries.append(HTTPAccessLogEntry.FromString(entry))
+    return entries
+
+
+def _pieces(data: bytes, kind: Any, field: str) -> list[bytes]:
+    """The messages in one field of a message, unread."""
+    number = kind.DESCRIPTOR.fields_by_name[field].number
+    unread = UnknownFieldSet(Empty.FromString(data))
+    return [each.data for each in unread if each.field_number == number]
 
 
 def _outcome(status: int, common: AccessLogCommon) -> Outcome:

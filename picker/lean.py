@@ -19,14 +19,23 @@ import httptools
 from picker.config import Config
 from picker.director import Director
 from picker.exchange import unknown_method
-from picker.names import DESTINATION, METHODS, PICK_PATH, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.names import (
+    DESTINATION,
+    METHODS,
+    PICK_PATH,
+    REFUSAL,
+    REFUSED,
+    REQUEST_ID,
+    RETRY_AFTER,
+    STREAM,
+)
 from picker.refusal import Refusal
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD = 128 << 10  # bytes of a request line and headers; Envoy's own limit is 60 KiB
-MAX_HEADERS = 200
+MAX_HEADERS = 400  # more than Envoy takes of a client
 MAX_CONNECTIONS = 8192
 BACKLOG = 1024  # connections that wait to be taken: a busy Envoy opens many at once
 MAX_HELD_BODIES = 32  # times the body limit: bytes of unfinished bodies, all connections together
@@ -299,7 +308,9 @@ class Connection(asyncio.Protocol):
         except Refusal as refusal:
             return refusal
         self._server.tickets.open(name, pick)
-        return pick.destination
+        if pick.request_id == self._headers.get(REQUEST_ID):
+            return pick.destination
+        return f"{pick.destination}\r\n{REQUEST_ID}: {pick.request_id}"  # the client's was unfit
 
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""

@@ -22,8 +22,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
     StreamedBodyResponse,
 )
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from google.protobuf.struct_pb2 import Value  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Value
 
 from picker.exchange import (
     Await,

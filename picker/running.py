@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from picker.config import Config
 from picker.service import Service
@@ -83,6 +83,9 @@ async def watch(
         if seen == taken or seen != last:
             continue
         taken = seen
+        if seen is not None and not seen.size:  # half of a save, or a mistake: not "no endpoints"
+            log.error("The old configuration stays in force: %s is empty", path)
+            continue
         try:
             apply(await asyncio.to_thread(read))
         except ValueError as problem:
@@ -91,13 +94,20 @@ async def watch(
             log.exception("The old configuration stays in force")
 
 
-def _signature(path: Path) -> tuple[int, int, int, int] | None:
+class _Signature(NamedTuple):
+    device: int
+    inode: int
+    changed: int
+    size: int
+
+
+def _signature(path: Path) -> _Signature | None:
     """What changes when a file does; None without a file."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+    return _Signature(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 async def _either(*waits: Coroutine[Any, Any, object]) -> None:

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 import click
@@ -93,7 +94,7 @@ def _ask(admin: str, query: dict[str, str]) -> list[dict[str, Any]]:
             return decisions
     except urllib.error.HTTPError as refused:
         raise click.ClickException(_why(refused, admin)) from refused
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as problem:
         reason = getattr(problem, "reason", problem)
         raise click.ClickException(
             f"no picker answers at {admin}: {reason} (start one with `warmpath pick`, or name its "

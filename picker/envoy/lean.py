@@ -49,6 +49,7 @@ from picker.names import (
     PICK_PATH,
     REFUSAL,
     REFUSED,
+    REQUEST_ID,
     RETRY_AFTER,
     STREAM,
 )
@@ -80,7 +81,9 @@ def ext_authz(config: Config) -> HttpFilter:
                 ),
                 path_prefix=PICK_PATH,
                 authorization_response=AuthorizationResponse(
-                    allowed_upstream_headers=names(DESTINATION, REFUSAL, REFUSED, RETRY_AFTER),
+                    allowed_upstream_headers=names(
+                        DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER
+                    ),
                     allowed_client_headers=names("content-type", REFUSED, "retry-after"),
                 ),
             ),

@@ -18,6 +18,7 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
 )
 from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
+    HttpProtocolOptions,
     RuntimeUInt32,
     SubstitutionFormatString,
     TcpKeepalive,
@@ -53,6 +54,7 @@ from picker.envoy.parts import RETRYABLE, extension, http_filter, set_header, so
 from picker.names import OWNED_PREFIXES, PODS, SERVED_BY
 from picker.refusal import Refusal
 
+MAX_HEADERS = 300  # of a client; with those that the picker sets, they stay below pods' limits
 _NO_POD = ("UH", "UF", "UC", "UO", "LR", "UR", "URX", "NC", "DF", "UPE")
 _TIMED_OUT = ("UT", "SI", "DT", "UMSDR")
 
@@ -116,6 +118,7 @@ def _http(
 ) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix=name,
+        common_http_protocol_options=HttpProtocolOptions(max_headers_count=MAX_HEADERS),
         use_remote_address=True,
         preserve_external_request_id=True,
         stream_idle_timeout=timedelta(seconds=config.envoy.idle_timeout),
@@ -181,6 +184,10 @@ def _local_replies(config: Config) -> list[ResponseMapper]:
         _reply(
             Refusal(503, "no_endpoint", "no model server could be reached", retry_after=1),
             _and(_status(503), _flags(*_NO_POD)),
+        ),
+        _reply(
+            Refusal(502, "bad_response", "the model server answered something else than HTTP"),
+            _status(502),
         ),
         _reply(
             Refusal(504, "timeout", "the model server did not answer in time"),

@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
-RETRYABLE = "connect-failure,refused-stream,reset-before-request"  # nothing was answered yet
+RETRYABLE = "connect-failure,refused-stream,reset"  # nothing was answered yet
 PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
 NO_LIMIT = 1 << 30  # of circuit breakers: the picker and the pods know better
 

@@ -16,6 +16,7 @@ from picker.envoy import binary
 from picker.up.processes import Child
 
 HOST = "127.0.0.1"
+MAX_PORT = 65535
 
 
 class CannotStart(Exception):
@@ -64,21 +65,27 @@ class Plan:
 
 
 def check_ports(plan: Plan) -> None:
-    """Raises CannotStart when a port that is needed is taken."""
-    wanted = {
-        plan.port: "Envoy (--port)",
-        plan.envoy_admin: "Envoy (--envoy-admin-port)",
-        plan.listen.grpc: "the picker (--picker-port)",
-        plan.listen.health: "the picker (--health-port)",
-        plan.listen.http: "the picker (--http-port)",
-        plan.listen.admin: "the picker (--admin-port)",
-    }
-    wanted |= dict.fromkeys(plan.worker_ports, "a worker (--worker-port)")
+    """Raises CannotStart when a port that is needed is taken, or needed twice."""
+    wanted = [
+        (plan.port, "Envoy (--port)"),
+        (plan.envoy_admin, "Envoy (--envoy-admin-port)"),
+        (plan.listen.grpc, "the picker (--picker-port)"),
+        (plan.listen.health, "the picker (--health-port)"),
+        (plan.listen.http, "the picker (--http-port)"),
+        (plan.listen.admin, "the picker (--admin-port)"),
+        *((port, "a worker (--worker-port)") for port in plan.worker_ports),
+    ]
     if plan.baseline_port is not None:
-        wanted[plan.baseline_port] = "round robin (--baseline-port)"
-    for port, user in wanted.items():
+        wanted.append((plan.baseline_port, "round robin (--baseline-port)"))
+    users: dict[int, str] = {}
+    for port, user in wanted:
+        if port > MAX_PORT:
+            raise CannotStart(f"there is no port {port}; {user} needs it")
+        if port in users:
+            raise CannotStart(f"port {port} is needed twice: by {users[port]} and by {user}")
         if not _is_free(port):
             raise CannotStart(f"port {port} is in use; {user} needs it")
+        users[port] = user
 
 
 def _is_free(port: int) -> bool:

@@ -96,6 +96,14 @@ class Child:
             self.signal(signal.SIGKILL)
             await self.process.wait()
 
+    def end(self) -> str:
+        """How it ended, and its last words if it had a say."""
+        assert self.process is not None and self.process.returncode is not None, "ended"
+        status = self.process.returncode
+        if status < 0:
+            return f"{self.name} was killed by {signal.Signals(-status).name}"
+        return f"{self.name} ended with status {status}: {self.last_words()}"
+
     def last_words(self) -> str:
         """The last line of its log that says something."""
         with self.log.open(errors="replace") as log:

@@ -28,14 +28,15 @@ async def run(plan: Plan, console: Console, *, demo: bool) -> None:
     Raises:
         CannotStart, ChildFailed, DemoFailed: why not, in a line.
     """
-    directory = Path(tempfile.mkdtemp(prefix="warmpath-up-"))
-    workers = cluster.workers(plan, directory)
-    front = [cluster.picker(plan, directory), cluster.envoy(plan, directory)]
-    children = [*workers, *front]
+    children: list[Child] = []
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stopping, children)
+    directory = Path(tempfile.mkdtemp(prefix="warmpath-up-"))
     try:
+        workers = cluster.workers(plan, directory)
+        front = [cluster.picker(plan, directory), cluster.envoy(plan, directory)]
+        children += [*workers, *front]
         await _until(stopping, _serve(plan, workers, front, console, demo=demo))
         console.print("Stopping")
     except ChildFailed as failed:
@@ -153,7 +154,7 @@ async def _watch(workers: Sequence[Child], front: Sequence[Child], console: Cons
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 child = ends.pop(task)
-                what = f"{child.name} ended with status {task.result()}: {child.last_words()}"
+                what = child.end()
                 if child in front or not any(worker in ends.values() for worker in workers):
                     raise ChildFailed(what)
                 console.print(f"{what}\nThe others go on", style="yellow", soft_wrap=True)

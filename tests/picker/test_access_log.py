@@ -231,6 +231,21 @@ async def test_batches_over_grpc(log: Log, channel: grpc.aio.Channel) -> None:
     assert [pick.outcome for pick in picks] == [Outcome.COMPLETED, Outcome.FAILED, None]
 
 
+async def test_an_unreadable_entry_takes_no_other_along(
+    log: Log, channel: grpc.aio.Channel
+) -> None:
+    """Envoy copies the client's x-request-id, whatever bytes it is made of."""
+    picks = [log.picked(name) for name in "abc"]
+    message = batch(entry("a"), entry("b"), entry("c"))
+    message.http_logs.log_entry[1].request.request_id = "?" * 8
+    broken = message.SerializeToString().replace(b"?" * 8, b"\xff" * 8)
+    call = channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")()
+    await call.write(broken)
+    await call.done_writing()
+    assert await call == b""
+    assert [pick.outcome for pick in picks] == [Outcome.COMPLETED, None, Outcome.COMPLETED]
+
+
 async def test_an_envoy_that_comes_back_goes_on(log: Log, channel: grpc.aio.Channel) -> None:
     pick = log.picked()
     broken = stream(channel)

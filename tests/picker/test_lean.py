@@ -139,7 +139,7 @@ def post(
     } | {key.replace("_", "-"): value for key, value in headers.items()}
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{key}: {value}" for key, value in all_headers.items() if value]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
 def chunked(*chunks: bytes) -> bytes:
@@ -157,6 +157,14 @@ async def test_a_request_is_answered_with_its_endpoints(picker: Picker, envoy: C
     assert (request.id, request.model, request.body) == ("abc", "m", BODY)
     assert request.headers["x-session-id"] == "mine"
     assert len(picker.server.tickets) == 1
+
+
+@pytest.mark.parametrize("unfit", ["\xff", "a" * 200])
+async def test_an_unfit_request_id_is_replaced(picker: Picker, envoy: Client, unfit: str) -> None:
+    envoy.send(post(x_request_id=unfit))
+    answer = await envoy.answer()
+    (request,) = picker.director.requests
+    assert answer.headers["x-request-id"] == request.id != unfit
 
 
 async def test_what_comes_on_one_connection_does_not_mix(picker: Picker, envoy: Client) -> None:

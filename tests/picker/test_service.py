@@ -355,9 +355,11 @@ async def test_a_bad_file_or_none_keeps_the_old_configuration(
         await until(lambda: "w.yaml:1: drain: 'soon' is not a duration" in caplog.text)
         watched.path.unlink()
         await until(lambda: "cannot be read" in caplog.text)
+        watched.path.write_text("")
+        await until(lambda: "w.yaml is empty" in caplog.text)
         watched.path.write_text("drain: 2")
         await until(lambda: watched.applied == [1, 2])
-    assert caplog.text.count("The old configuration stays in force") == 2
+    assert caplog.text.count("The old configuration stays in force") == 3
 
 
 async def test_nothing_ends_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
