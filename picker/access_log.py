@@ -68,9 +68,8 @@ class AccessLogService:
             if began != 0:  # of a stream, only comments came yet
                 pick.first_token(_first_token(common, began))
         if not going_on:
-            usage = _usage(found) if found and status < 300 else None
             after = max(0.0, _seconds(common.duration) - _seconds(common.time_to_last_rx_byte))
-            pick.end(_outcome(status, common), usage, after=after)
+            pick.end(_outcome(status, common), _usage(found), after=after)
 
 
 def _entries(message: bytes) -> list[HTTPAccessLogEntry]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from picker.commands.errors import BadConfig, CheckFailed
 from picker.config import Config, load
 from picker.envoy.binary import find_envoy, why_not
 
@@ -16,18 +17,6 @@ Examples:
   warmpath envoy -c warmpath.yaml --profile lean -o json
   warmpath envoy -c warmpath.yaml --check
 """
-
-
-class BadConfig(click.ClickException):
-    """A configuration that cannot be used."""
-
-    exit_code = 2
-
-
-class CheckFailed(click.ClickException):
-    """What --check says no with."""
-
-    exit_code = 3
 
 
 @click.command(epilog=EXAMPLES)
