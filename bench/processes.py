@@ -18,6 +18,7 @@ from picker.up.processes import Child, ChildFailed
 
 READY_SECONDS = 120.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+_given: set[int] = set()  # ports
 
 
 def cpu_seconds(pid: int) -> float:
@@ -34,15 +35,15 @@ def machine_seconds() -> tuple[float, float]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Ports that nobody has, each given once: who asked before may not have opened his yet."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        if port not in _given:
+            _given.add(port)
+            ports.append(port)
+    return ports
 
 
 def program(name: str, package: str) -> str:
