@@ -182,7 +182,12 @@ def _local_replies(config: Config) -> list[ResponseMapper]:
             _details("^ext_(authz|proc)_error"),
         ),
         _reply(
-            Refusal(503, "no_endpoint", "no model server could be reached, or each hung up", retry_after=1),
+            Refusal(
+                503,
+                "no_endpoint",
+                "no model server could be reached, or each hung up",
+                retry_after=1,
+            ),
             _and(_status(503), _flags(*_NO_POD)),
         ),
         _reply(
