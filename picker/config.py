@@ -28,6 +28,7 @@ class Size(int):
 
 
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+IndexBlocks = Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 26)]
 Few = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -48,11 +49,19 @@ class Listen(Section, frozen=True):
     admin: Port = 9090  # metrics and debug pages
 
 
+class EventSource(Section, frozen=True):
+    """Where one rank of a model server publishes its KV events."""
+
+    address: str  # tcp://10.0.0.7:5557; with * for the host, the picker listens and the pod connects
+    replay: str = ""  # where it sends them again; empty: nowhere
+
+
 class EndpointSpec(Section, frozen=True):
     """One model server."""
 
     address: str
     labels: dict[str, str] = {}
+    events: list[EventSource] = []  # empty: what the server says, else prefix.events' ports
 
 
 class PoolSection(Section, frozen=True):
@@ -70,9 +79,23 @@ class Metrics(Section, frozen=True):
     stale_after: Duration = Duration(2.0)  # without an answer, a pod is passed over
 
 
+class Events(Section, frozen=True):
+    """Where pods publish their KV events, unless they say or the file does."""
+
+    port: Port = 5557
+    replay_port: Port = 5558  # 0: none
+
+
 class Prefix(Section, frozen=True):
-    block_bytes: Size = Size(256)
-    max_blocks: Blocks = 1024  # of one prompt; what follows is not matched
+    """How it is known which pod holds a prompt's prefix."""
+
+    mode: Literal["approximate", "events"] = "approximate"
+    block_bytes: Size = Size(256)  # of the approximate index
+    max_blocks: Blocks = 1024  # of one prompt there; what follows is not matched
+    tokenizer: str = "pods"  # or a directory, a GGUF file, a hub name, `simulated`
+    index_blocks: IndexBlocks = 1 << 22  # that the precise index holds at most
+    fresh: Duration = Duration(2.0)  # that a pick's blocks count before events confirm them
+    events: Events = Events()
 
 
 class PickerSection(Section, frozen=True):
@@ -131,6 +154,7 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "metrics.timeout": ("10ms", "1m"),
     "metrics.staleAfter": ("50ms", "1h"),
     "prefix.blockBytes": ("16", "1MiB"),
+    "prefix.fresh": ("0s", "1m"),
     "scheduling.picker.temperature": ("0.000001", "1000000"),
     "sessions.ttl": ("1s", "168h"),
     "envoy.timeout": ("0s", "168h"),
