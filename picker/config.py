@@ -52,7 +52,7 @@ class Listen(Section, frozen=True):
 class EventSource(Section, frozen=True):
     """Where one rank of a model server publishes its KV events."""
 
-    address: str  # tcp://10.0.0.7:5557; with * for the host, the picker listens and the pod connects
+    address: str  # tcp://10.0.0.7:5557; with * for the host, we listen and the pod connects
     replay: str = ""  # where it sends them again; empty: nowhere
 
 
