@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from text.byte_tokenizer import ByteTokenizer
 from worker.api.bodies import BodyLimits
 from worker.api.serving import serve
 from worker.config import EngineConfig
@@ -23,10 +24,9 @@ from worker.options import WorkOptions
 from worker.profiles import PROFILES
 from worker.server import make_app
 from worker.simulate import SimulatedRunner
-from worker.text.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
-    from worker.text.tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from text.checked import Fields, ModelError, one_line, read_json
+from text.tokenizer import Tokenizer
 from worker.config import ModelConfig
 from worker.files.architecture import config_from_gguf, config_from_hf, tensor_shapes
-from worker.files.checked import Fields, ModelError, one_line, read_json
 from worker.files.gguf_file import GgufFile, GgufTensor, can_dequantize, read_gguf, read_tensor
-from worker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

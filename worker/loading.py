@@ -15,10 +15,10 @@ from rich.progress import (
 )
 
 from kernels import ops_for
+from text.tokenizer import Tokenizer
 from worker.files.store import resolve
 from worker.loader import open_model
 from worker.model import Model
-from worker.text.tokenizer import Tokenizer
 
 CPU_KV_BYTES = 1 << 30
 GPU_SLACK_BYTES = 1 << 30  # activations of the largest step, CUDA graphs, fragmentation

@@ -152,7 +152,7 @@ def _rows(found: ModelReport) -> list[tuple[str, str]]:
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Errors about models become one line and exit code 1."""
-    from worker.files.checked import ModelError
+    from text.checked import ModelError
     from worker.files.pull import StoreError
 
     try:

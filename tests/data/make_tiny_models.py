@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from text.checked import Fields
 from worker.config import ModelConfig
 from worker.files.architecture import config_from_hf, tensor_shapes
-from worker.files.checked import Fields
 
 RECORDED = Path(__file__).with_name("tiny_models.npz")
 VOCAB = 61

@@ -14,6 +14,7 @@ import aiohttp
 import openai
 from aiohttp import web
 
+from text.byte_tokenizer import ByteTokenizer
 from worker.api.bodies import BodyLimits
 from worker.api.serving import listening
 from worker.config import EngineConfig
@@ -25,7 +26,6 @@ from worker.scheduler import Scheduled
 from worker.sequence import Sample, Sequence, TokenLogprobs
 from worker.server import LIFECYCLE, make_app
 from worker.simulate import SimulatedRunner
-from worker.text.byte_tokenizer import ByteTokenizer
 
 MODEL = "tiny"
 ALIAS = "tiny-alias"

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from text.detokenizer import Detokenizer
 from worker.api.bodies import BodyReader
 from worker.api.errors import ApiError
 from worker.api.generation import Choice, Generation
@@ -31,7 +32,6 @@ from worker.api.responses import DONE, Answer, ChatAnswer, CompletionAnswer, eve
 from worker.api.sse import EventStream
 from worker.loop import EngineLoop, QueueFullError
 from worker.metrics import Metrics
-from worker.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 

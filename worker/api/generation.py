@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from text.detokenizer import Detokenizer
 from worker.api.errors import ApiError
 from worker.api.prompts import Prompt
 from worker.loop import Stream
 from worker.sequence import FinishReason, Output, TokenLogprobs
-from worker.text.detokenizer import Detokenizer
 
 
 class Delta(NamedTuple):

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from text.chat_messages import ChatTemplateError
+from text.detokenizer import TokenBytes
 from worker.api.errors import ApiError, require, show
 from worker.api.inputs import checked_text, prompt_forms, text_of
 from worker.api.params import ModelLimits, check_prompt_length
 from worker.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, TokenizeRequest
-from worker.text.chat_messages import ChatTemplateError
-from worker.text.detokenizer import TokenBytes
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ RESERVED_KWARGS = frozenset(
 
 
 class Tokenizer(TokenBytes, Protocol):
-    """What the server needs of a tokenizer; see worker/text/ for those there are."""
+    """What the server needs of a tokenizer; see text/ for those there are."""
 
     vocab_size: int  # one more than the largest token id
     eos_ids: frozenset[int]

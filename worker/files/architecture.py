@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import pi
 
+from text.checked import Fields, ModelError
 from worker.config import ModelConfig, RopeScaling
-from worker.files.checked import Fields, ModelError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from worker.files.checked import Fields, ModelError
+from text.checked import Fields, ModelError
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.files.checked import one_line
+from text.checked import one_line
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from worker.files.checked import Fields, ModelError, one_line, read_json
-from worker.text.chat_messages import ChatTemplateError, Message
-from worker.text.gguf_tokenizer import build_backend, token_id
+from text.chat_messages import ChatTemplateError, Message
+from text.checked import Fields, ModelError, one_line, read_json
+from text.gguf_tokenizer import build_backend, token_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-    from worker.text.chat_template import ChatTemplate
+    from text.chat_template import ChatTemplate
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
@@ -276,6 +276,6 @@ def _named(entry: object, name: str) -> object:
 
 
 def _make_template(source: str, special: Mapping[str, str]) -> ChatTemplate:
-    from worker.text.chat_template import ChatTemplate  # loads Jinja, which only chats need
+    from text.chat_template import ChatTemplate  # loads Jinja, which only chats need
 
     return ChatTemplate(source, special)

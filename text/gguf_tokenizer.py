@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker.files.checked import Fields, ModelError
+from text.checked import Fields, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from text.byte_tokenizer import ByteTokenizer
+from text.detokenizer import Detokenizer, StopMatcher
+from text.tokenizer import Tokenizer
 from worker.files.store import resolve
 from worker.loader import open_model
-from worker.text.byte_tokenizer import ByteTokenizer
-from worker.text.detokenizer import Detokenizer, StopMatcher
-from worker.text.tokenizer import Tokenizer
 
 BYTES = ByteTokenizer()
 

@@ -19,8 +19,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from worker.files.checked import one_line
-from worker.text.chat_messages import ChatTemplateError, Message, is_text, prepare
+from text.chat_messages import ChatTemplateError, Message, is_text, prepare
+from text.checked import one_line
 
 MAX_STEPS = 500_000  # rounds of loops, and calls, in one rendering
 MAX_SECONDS = 2.0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worker.text.chat_messages import ChatTemplateError, Message, prepare
+from text.chat_messages import ChatTemplateError, Message, prepare
 
 _SPECIAL = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 _SPECIAL_TEXT = {token_id: text for text, token_id in _SPECIAL.items()}
@@ -19,7 +19,7 @@ _SPLIT = re.compile("(" + "|".join(map(re.escape, _SPECIAL)) + ")")
 
 
 class ByteTokenizer:
-    """The same surface as worker.text.tokenizer.Tokenizer; chats are written in ChatML."""
+    """The same surface as text.tokenizer.Tokenizer; chats are written in ChatML."""
 
     vocab_size = 256 + len(_SPECIAL)
     eos_ids = frozenset({_SPECIAL["<|endoftext|>"], _SPECIAL["<|im_end|>"]})

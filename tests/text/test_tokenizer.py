@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.tiny import CHAT_TEMPLATE, tiny_tokenizer, write_gguf_model, write_hf_model
+from text.byte_tokenizer import ByteTokenizer
+from text.chat_template import ChatTemplate
+from text.detokenizer import Detokenizer
+from text.tokenizer import ChatTemplateError, Tokenizer
 from worker.files.gguf_file import read_gguf
 from worker.files.store import resolve
 from worker.loader import ModelError, open_model
-from worker.text.byte_tokenizer import ByteTokenizer
-from worker.text.chat_template import ChatTemplate
-from worker.text.detokenizer import Detokenizer
-from worker.text.tokenizer import ChatTemplateError, Tokenizer
 
 SAMPLES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())
 USER = {"role": "user", "content": "Hi"}
@@ -481,7 +481,7 @@ def test_byte_chats_use_special_tokens():
 def test_a_simulated_worker_loads_nothing_heavy():
     heavy = "torch numpy gguf safetensors tokenizers jinja2"
     code = (
-        "import sys, worker.text.byte_tokenizer, worker.text.detokenizer\n"
+        "import sys, text.byte_tokenizer, text.detokenizer\n"
         f"sys.exit(', '.join(set('{heavy}'.split()) & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
