@@ -1,6 +1,6 @@
 """LLMRequest in, endpoint out: one owner of each step, and of what follows a pick.
 
-subset -> prefix.match -> schedule -> load.credit, prefix.learn      when picked
+prefix.prepare -> subset -> prefix.match -> schedule -> load.credit, prefix.learn      when picked
 load.release, metrics, journal                                       when it ends
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
-from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
@@ -55,7 +56,6 @@ class Pick:
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
-    _tokens_per_block: float
     status: int | None = None
     first_token_seconds: float | None = None
     usage: Usage | None = None
@@ -63,7 +63,7 @@ class Pick:
     seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
     _sent_at: float = 0.0  # by the load's clock
-    _use: bytes = b""  # of the index, while the pick may move
+    _use: Any = None  # of the prefix, while the pick may move
     _started: float = field(default_factory=time.monotonic)
 
     @property
@@ -80,7 +80,7 @@ class Pick:
             self.status = status
             if served_by is not None and served_by != self.endpoint.address:
                 self._director.moved(self, served_by)
-            self._use = b""  # it moves no more
+            self._use = None  # it moves no more
 
     def first_token(self, after: float | None = None) -> None:
         """The first bytes of the response's body came, `after` seconds from the pick."""
@@ -112,7 +112,7 @@ class Director:
         *,
         pool: Pool,
         load: Load,
-        prefix: ApproximatePrefix,
+        prefix: PrefixProducer,
         scheduler: Scheduler,
         sessions: Sessions,
         metrics: PickerMetrics,
@@ -136,16 +136,24 @@ class Director:
         headers: Mapping[str, str],
         body: bytes | None,
         subset: tuple[str, ...] | None = None,
-    ) -> Pick:
+    ) -> Pick | Coroutine[None, None, Pick]:
         """The endpoint for a request as it came: `request.parse`, then `pick`.
 
+        Returns the pick itself where nothing has to be waited for, which is what most requests
+        meet and spares them a task.
+
         Raises:
-            Refusal: theirs. It is counted.
+            Refusal: theirs, from here or from what is awaited. It is counted.
         """
         try:
             request = parse(method, path, headers, body, subset=subset)
+            tokens = self._prefix.prepare(request)
         except Exception as problem:
             raise self._refusal(problem) from None
+        return self.pick(request) if tokens is None else self._pick_after(tokens, request)
+
+    async def _pick_after(self, tokens: Awaitable[None], request: LLMRequest) -> Pick:
+        await tokens
         return self.pick(request)
 
     def pick(self, request: LLMRequest) -> Pick:
@@ -190,7 +198,7 @@ class Director:
         pods = self._load.pods(rows, match.tokens, self._sessions.find(session))
         decision = self._scheduler.schedule(request, pods)
         endpoint = self._pool.endpoints[decision.endpoints[0]]
-        uncached = max(0, request.prompt_tokens - round(float(match.tokens[endpoint.slot])))
+        uncached = max(0, request.prompt_tokens - round(float(match.cached[endpoint.slot])))
         pick = Pick(
             request_id=request.id,
             model=request.model,
@@ -199,19 +207,18 @@ class Director:
             decision=decision,
             endpoint=endpoint,
             uncached_tokens=uncached,
-            prompt_blocks=len(match.keys),
+            prompt_blocks=match.num_blocks,
             matched_blocks=int(match.blocks[endpoint.slot]),
             picked_at=time.time(),
             _director=self,
             _session=session,
-            _tokens_per_block=match.tokens_per_block,
             _credited_tokens=uncached,
         )
         self._load.credit(endpoint, uncached)
-        cold = bool(match.keys) and not match.blocks.any()
+        cold = match.num_blocks > 0 and not match.blocks.any()
         pick._sent_at = self._load.picked(endpoint, cold)
         # Now and not with the response, so that a burst of equal prompts stays together.
-        pick._use = self._prefix.learn(match.keys, endpoint)
+        pick._use = self._prefix.learn(match, endpoint)
         self._sessions.keep(session, endpoint)
         self._journal.record(pick)
         return pick
@@ -239,9 +246,7 @@ class Director:
         picked, pick.endpoint = pick.endpoint, served
         self._load.release(picked, pick._credited_tokens)
         self._load.moved(picked, served, pick._sent_at)
-        held = pick.matched_blocks
-        pick.matched_blocks = self._prefix.moved(pick._use, held, picked, served)
-        tokens = round(pick.matched_blocks * pick._tokens_per_block)
+        pick.matched_blocks, tokens = self._prefix.moved(pick._use, picked, served)
         pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
         pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
         self._load.credit(served, pick._credited_tokens)
@@ -255,7 +260,7 @@ class Director:
     def ended(self, pick: Pick) -> None:
         self._load.release(pick.endpoint, pick._credited_tokens)
         pick._credited_tokens = 0
-        pick._use = b""  # the journal keeps the pick, not its keys
+        pick._use = None  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
 
 

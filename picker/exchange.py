@@ -1,7 +1,8 @@
 """The ext_proc conversation as a state machine: what Envoy tells goes in, what to answer comes out.
 
-It knows no protobuf and takes no decision: `route` is called once, with the complete request. One
-Exchange lives as long as one gRPC stream, which is one HTTP request and its response.
+It knows no protobuf, waits for nothing and takes no decision: once the request is complete, it asks
+for a pick (`asks`) and goes on when it is told (`routed`, `refused`). One Exchange lives as long as
+one gRPC stream, which is one HTTP request and its response.
 
 Order of answers. In full duplex nothing is answered before the request's end, which is the end of
 its body or its trailers; then its headers, its body in chunks, its trailers. A buffering Envoy
@@ -33,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import NamedTuple
 
 from picker.director import Outcome, Pick
 from picker.names import METHODS, OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
@@ -92,46 +94,55 @@ class Chunk:
 
 
 Reply = Message | Steer | Await | Chunk | Refusal
-# Takes method, path, headers (lower-case names), body (None: it was not shown to us, or not all of
-# it) and the endpoints that the request may go to (None: all). Raises Refusal.
-Route = Callable[
-    [str, str, Mapping[str, str], bytes | None, tuple[str, ...] | None],
-    Pick,
-]
+
+
+class Ask(NamedTuple):
+    """A complete request, which wants an endpoint."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]  # lower-case names
+    body: bytes | None  # None: it was not shown to us, or not all of it
+    subset: tuple[str, ...] | None  # endpoints that it may go to; None: all
+
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
 
 
 class Exchange:
-    """One request and its response. Each event returns the replies to write, in order."""
+    """One request and its response. Each event returns the replies to write, in order.
+
+    When an event leaves a question in `asks`, its replies are those of `routed` or `refused`, one
+    of which is to be called before the next event but `closed`.
+    """
 
     __slots__ = (
         "_body_unseen",
+        "_carrier",
         "_chunks",
         "_events",
         "_headers",
         "_length",
         "_max_body",
-        "_path",
         "_pick",
         "_read_usage",
-        "_refused",
+        "_released",
         "_request_done",
         "_request_mode",
         "_response_mode",
         "_response_started",
         "_retry_on",
-        "_route",
         "_subset",
+        "_tell_refusal",
         "_usage",
+        "asks",
         "over",
     )
 
     def __init__(
         self,
-        route: Route,
-        refused: Callable[[Refusal], None],
+        tell_refusal: Callable[[Refusal], None],
         *,
         max_body: int,
         read_usage: bool,
@@ -139,15 +150,13 @@ class Exchange:
     ) -> None:
         """
         Args:
-            route: called once, with the complete request.
-            refused: told of a refusal that is not `route`'s.
+            tell_refusal: told of refusals of our own.
             max_body: bytes of a request's body; a longer one is refused with 413.
             read_usage: look for token usage in the response's body.
             retry_on: set this as RETRY_ON on requests without trailers. An Envoy that may retry
                 a request with trailers in full duplex sends its body twice (envoy#45470).
         """
-        self._route = route
-        self._refused = refused
+        self._tell_refusal = tell_refusal
         self._max_body = max_body
         self._read_usage = read_usage
         self._retry_on = retry_on
@@ -158,6 +167,9 @@ class Exchange:
         self._chunks: list[bytes] = []
         self._length = 0
         self._request_done = False
+        self.asks: Ask | None = None  # waits for `routed` or `refused`
+        self._carrier = Message.REQUEST_HEADERS  # the message whose answer brings the endpoint
+        self._released: tuple[bytes, bool] | None = None  # held body, and whether trailers follow
         self._pick: Pick | None = None
         self._response_started = False
         self._body_unseen = False  # of the response
@@ -193,14 +205,14 @@ class Exchange:
         if length.isdecimal() and int(length[:20]) > self._max_body:
             return [self._too_large()]
         if end:
-            return self._steer(Message.REQUEST_HEADERS, b"")
+            return self._ask(Message.REQUEST_HEADERS, b"")
         match self._request_mode:
             case BodyMode.FULL_DUPLEX_STREAMED:
                 return _NO_REPLY
             case BodyMode.BUFFERED | BodyMode.BUFFERED_PARTIAL:
                 return [Await(self._responses_off())]
             case _:
-                return self._steer(Message.REQUEST_HEADERS, None)
+                return self._ask(Message.REQUEST_HEADERS, None)
 
     def request_body(self, data: bytes, end: bool) -> Sequence[Reply]:
         if self._headers is None or self._request_mode in (BodyMode.NONE, BodyMode.STREAMED):
@@ -220,7 +232,7 @@ class Exchange:
             or self._request_mode is BodyMode.BUFFERED
             or self._headers.get("content-length") == str(len(data))
         )
-        return self._steer(Message.REQUEST_BODY, data if whole else None)
+        return self._ask(Message.REQUEST_BODY, data if whole else None)
 
     def request_trailers(self) -> Sequence[Reply]:
         if self._headers is None or self._request_done:
@@ -234,44 +246,57 @@ class Exchange:
         """The held request is complete: let it go."""
         chunks, self._chunks = self._chunks, []
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        self._released = body, trailers
         if trailers:
             self._retry_on = None
-        replies = self._steer(Message.REQUEST_HEADERS, body)
-        if self.over:
-            return replies
-        if trailers:
-            pieces = _pieces(Message.REQUEST_BODY, body, end=False) if body else []
-            return [*replies, *pieces, Message.REQUEST_TRAILERS]
-        return [*replies, *_pieces(Message.REQUEST_BODY, body, end=True)]
+        return self._ask(Message.REQUEST_HEADERS, body)
 
-    def _steer(self, message: Message, body: bytes | None) -> Sequence[Reply]:
+    def _ask(self, carrier: Message, body: bytes | None) -> Sequence[Reply]:
         headers = self._headers
         assert headers is not None
+        method = headers.get(":method", "")
+        if method not in METHODS:
+            return [self._refuse(*unknown_method(method))]
+        self._carrier = carrier
+        self.asks = Ask(method, headers.get(":path", ""), headers, body, self._subset)
+        return _NO_REPLY
+
+    def routed(self, pick: Pick) -> Sequence[Reply]:
+        """The endpoint for what was asked."""
+        self.asks = None
         self._request_done = True
-        if headers.get(":method") not in METHODS:
-            return [self._refuse(*unknown_method(headers.get(":method", "")))]
-        try:
-            pick = self._route(
-                headers.get(":method", ""), headers.get(":path", ""), headers, body, self._subset
-            )
-        except Refusal as refusal:
-            self._give_up()
-            return [refusal]
         self._pick = pick
-        return [
-            Steer(
-                message,
-                pick.destination,
-                None if headers.get(REQUEST_ID) == pick.request_id else pick.request_id,
-                tuple(
-                    name
-                    for name in headers
-                    if name.startswith(OWNED_PREFIXES) and name not in _ALWAYS_REMOVED
-                ),
-                self._retry_on,
-                self._responses_off() if message is Message.REQUEST_HEADERS else None,
-            )
-        ]
+        replies: list[Reply] = [self._steer(pick)]
+        if self._released is not None:
+            body, trailers = self._released
+            self._released = None
+            if body or not trailers:
+                replies += _pieces(Message.REQUEST_BODY, body, end=not trailers)
+            if trailers:
+                replies.append(Message.REQUEST_TRAILERS)
+        return replies
+
+    def refused(self, refusal: Refusal) -> Sequence[Reply]:
+        """Why what was asked has no endpoint."""
+        self._give_up()
+        return [refusal]
+
+    def _steer(self, pick: Pick) -> Steer:
+        headers = self._headers
+        assert headers is not None
+        owned = tuple(
+            name
+            for name in headers
+            if name.startswith(OWNED_PREFIXES) and name not in _ALWAYS_REMOVED
+        )
+        return Steer(
+            self._carrier,
+            pick.destination,
+            None if headers.get(REQUEST_ID) == pick.request_id else pick.request_id,
+            owned,
+            self._retry_on,
+            self._responses_off() if self._carrier is Message.REQUEST_HEADERS else None,
+        )
 
     def _responses_off(self) -> BodyMode | None:
         """The request's mode for an override that turns response bodies off; None: leave them."""
@@ -291,12 +316,13 @@ class Exchange:
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""
         refusal = Refusal(status, reason, message)
-        self._refused(refusal)
+        self._tell_refusal(refusal)
         self._give_up()
         return refusal
 
     def _give_up(self) -> None:
         self.over = self._request_done = True
+        self.asks = self._released = None
         self._chunks.clear()
 
     # The response
@@ -359,8 +385,7 @@ class Exchange:
 
     def closed(self) -> None:
         """The stream is over, however it ended."""
-        self.over = True
-        self._chunks.clear()
+        self._give_up()
         if self._response_started and self._body_unseen:
             self._complete()
         elif self._pick is not None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import cast
 
 import httptools
 
 from picker.config import Config
-from picker.director import Director
+from picker.director import Director, Pick
 from picker.exchange import unknown_method
 from picker.names import (
     DESTINATION,
@@ -138,7 +139,11 @@ class LeanServer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection of Envoy's: requests come and are answered in order."""
+    """One connection of Envoy's: requests come and are answered in order.
+
+    Envoy sends no request before the last one was answered. Nor may others, while one waits for
+    its pick: reading goes on only to learn that Envoy has left.
+    """
 
     __slots__ = (
         "_body",
@@ -153,6 +158,7 @@ class Connection(asyncio.Protocol):
         "_sweeps",
         "_transport",
         "_url",
+        "_waiting",
     )
 
     def __init__(self, server: LeanServer) -> None:
@@ -161,6 +167,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._head_bytes = 0
         self._sweeps = 0  # while a request is unfinished
+        self._waiting: asyncio.Task[None] | None = None  # for a pick
         self._reset()
 
     def _reset(self) -> None:
@@ -183,6 +190,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if self._waiting is not None:
+            self._waiting.cancel()
         self._forget_body()
         self._server.gone(self)
 
@@ -196,6 +205,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
+            return
+        if self._waiting is not None:
+            self.close()
             return
         if not self._in_body:
             self._head_bytes += len(data)
@@ -226,7 +238,7 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     def close_if_idle(self) -> None:
-        if not (self._head_bytes or self._in_body):
+        if not (self._head_bytes or self._in_body or self._waiting):
             self.close()
 
     def close(self) -> None:
@@ -276,17 +288,21 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._broken is not None or self._transport is None or self._transport.is_closing():
             return
+        if self._waiting is not None:
+            self.close()
+            return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        last = self._server.draining or not self._parser.should_keep_alive()
-        self._answer(self._pick(body), last=last)
+        answer = self._route(body)
+        if answer is not None:
+            self._answer(answer)
         self._forget_body()
         self._reset()
         self._head_bytes = self._sweeps = 0
 
     # What it is about
 
-    def _pick(self, body: bytes) -> str | Refusal:
-        """Where to go, or why nowhere."""
+    def _route(self, body: bytes) -> str | Refusal | None:
+        """Where to go, or why nowhere; None: that is answered later."""
         director = self._server.director
         name = self._headers.get(STREAM)
         if not name:
@@ -307,8 +323,26 @@ class Connection(asyncio.Protocol):
             )
         except Refusal as refusal:
             return refusal
+        told = self._headers.get(REQUEST_ID)
+        if isinstance(pick, Pick):
+            return self._picked(pick, name, told)
+        self._waiting = asyncio.create_task(self._answer_later(pick, name, told))
+        return None
+
+    async def _answer_later(self, pick: Awaitable[Pick], name: str, told: str | None) -> None:
+        answer: str | Refusal
+        try:
+            answer = self._picked(await pick, name, told)
+        except Refusal as refusal:
+            answer = refusal
+        self._waiting = None
+        if self._transport is not None:
+            self._answer(answer)
+
+    def _picked(self, pick: Pick, name: str, told: str | None) -> str:
+        """The answer's header; `name` is the stream's, `told` the request id that came."""
         self._server.tickets.open(name, pick)
-        if pick.request_id == self._headers.get(REQUEST_ID):
+        if pick.request_id == told:
             return pick.destination
         return f"{pick.destination}\r\n{REQUEST_ID}: {pick.request_id}"  # the client's was unfit
 
@@ -318,9 +352,10 @@ class Connection(asyncio.Protocol):
         self._server.director.refused(refusal)
         return refusal
 
-    def _answer(self, answer: str | Refusal, *, last: bool) -> None:
+    def _answer(self, answer: str | Refusal, *, last: bool = False) -> None:
         transport = self._transport
         assert transport is not None
+        last = last or self._server.draining or not self._parser.should_keep_alive()
         end = _LAST if last else _END
         if isinstance(answer, str):
             transport.write(_PICKED + answer.encode("latin-1") + end)

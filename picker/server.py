@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -17,8 +17,8 @@ import grpc
 
 from picker import grpc_port
 from picker.config import MIB, Config
-from picker.director import Director
-from picker.exchange import Exchange
+from picker.director import Director, Pick
+from picker.exchange import Ask, Exchange, Reply
 from picker.messages import Malformed, encode, tell
 from picker.names import EXT_PROC, SET_RETRY_ON
 from picker.refusal import Refusal
@@ -111,7 +111,6 @@ class ExtProcServer:
         self._streams.add(stream)
         self._idle.clear()
         exchange = Exchange(
-            self._director.route,
             self._director.refused,
             max_body=self._config.max_body,
             read_usage=self._config.usage,
@@ -149,15 +148,26 @@ class ExtProcServer:
                 if exchange.held != held:
                     self._held += exchange.held - held
                     held = exchange.held
-                    if self._held > self._held_limit:
+                    if self._held > self._held_limit and exchange.asks is None:
                         await self._refuse(context, "too many bodies are being sent")
                         return
+                if exchange.asks is not None:
+                    replies = await self._route(exchange, exchange.asks)
+                    self._held -= held
+                    held = 0
                 for reply in replies:
                     if isinstance(reply, Refusal) and reply.status is _FAULT:
                         await context.abort(grpc.StatusCode.INTERNAL, reply.message)
                     await context.write(encode(reply))
         finally:
             self._held -= held
+
+    async def _route(self, exchange: Exchange, ask: Ask) -> Sequence[Reply]:
+        try:
+            pick = self._director.route(*ask)
+            return exchange.routed(pick if isinstance(pick, Pick) else await pick)
+        except Refusal as refusal:
+            return exchange.refused(refusal)
 
     async def _refuse(self, context: grpc.aio.ServicerContext, why: str) -> None:
         """Answer a request for which there is no room here."""

@@ -6,17 +6,16 @@ recently; what the pod serves to others, or loses otherwise, stays unknown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.blocks import block_keys
 from picker.prefix.index import PrefixIndex, keys_of
+from picker.prefix.match import Match
 from picker.request import LLMRequest
-from scorers.pods import Column
 
 BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told in tokens
 
@@ -29,14 +28,19 @@ DEFAULT_KV_TOKENS = 500_000
 MAX_BLOCKS = 1 << 22
 
 
-@dataclass(slots=True, eq=False)
-class Match:
-    """Where a prompt is expected to be cached."""
+class Mark(NamedTuple):
+    """A prompt, as this producer knows it."""
 
-    tokens: Column  # leading prompt tokens that a pod holds, by slot: as long as pool.capacity
-    keys: list[int]  # of the prompt's blocks
-    blocks: NDArray[np.int32]  # leading ones of those that a pod holds, by slot
-    tokens_per_block: float  # of this prompt; 0 without keys
+    keys: list[int]  # of its blocks
+    tokens_per_block: float  # 0 without keys
+
+
+class Use(NamedTuple):
+    """A prompt that was sent to a pod."""
+
+    blocks: bytes  # what the index needs to take it back: 8 bytes a block
+    tokens_per_block: float
+    held: int  # blocks that the pod held before
 
 
 class ApproximatePrefix:
@@ -56,48 +60,46 @@ class ApproximatePrefix:
         """Blocks that all pods are taken to hold together."""
         return self._index.blocks
 
+    def prepare(self, _: LLMRequest) -> None:
+        """The bytes of a prompt are at hand."""
+
     def match(self, request: LLMRequest) -> Match:
-        """How much of a prompt each pod holds, from its beginning on."""
+        """See PrefixProducer."""
         prompt = request.prompt
         keys = block_keys(prompt, request.salt, self._block_bytes, self._max_blocks)
         depths = self._index.match(keys)
         if not keys:
-            return Match(depths.astype(np.float32), keys, depths, 0.0)
+            none = depths.astype(np.float32)
+            return Match(none, none, depths, 0, Mark(keys, 0.0))
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
         num_bytes = len(prompt) + request.unread
         tokens_per_block = self._block_bytes * request.prompt_tokens / num_bytes
         tokens = (depths * tokens_per_block).astype(np.float32)
-        return Match(tokens, keys, depths, tokens_per_block)
+        return Match(tokens, tokens, depths, len(keys), Mark(keys, tokens_per_block))
 
-    def learn(self, keys: list[int], endpoint: Endpoint) -> bytes:
-        """An endpoint was sent a prompt of these blocks, and holds them from now on.
+    def learn(self, match: Match, endpoint: Endpoint) -> Use:
+        """The endpoint holds a prompt's blocks from now on."""
+        mark: Mark = match.mark
+        held = int(match.blocks[endpoint.slot])
+        return Use(self._learn(mark.keys, endpoint), mark.tokens_per_block, held)
 
-        Returns what `moved` needs to know of it: 8 bytes a block.
-        """
+    def moved(self, use: Use, picked: Endpoint, served: Endpoint) -> tuple[int, int]:
+        """See PrefixProducer."""
+        keys = keys_of(use.blocks) if use.blocks else []
+        if picked.alive and use.blocks:
+            self._index.unlearn(picked.slot, use.blocks, use.held)
+        if not served.alive:
+            return 0, 0
+        blocks = int(self._index.match(keys)[served.slot])
+        self._learn(keys, served)
+        return blocks, round(blocks * use.tokens_per_block)
+
+    def _learn(self, keys: list[int], endpoint: Endpoint) -> bytes:
         if not endpoint.alive:
             return b""
         if self._part != MAX_BLOCKS // len(self._wanted):
             self._share()
         return self._index.learn(endpoint.slot, keys)
-
-    def moved(self, use: bytes, held: int, picked: Endpoint, served: Endpoint) -> int:
-        """Another endpoint than the picked one serves a prompt.
-
-        Args:
-            use: what `learn` returned for the picked one.
-            held: blocks of it that the picked one held before.
-
-        Returns:
-            Leading blocks that the serving one held before.
-        """
-        keys = keys_of(use) if use else []
-        if picked.alive and use:
-            self._index.unlearn(picked.slot, use, held)
-        if not served.alive:
-            return 0
-        blocks = int(self._index.match(keys)[served.slot])
-        self.learn(keys, served)
-        return blocks
 
     def resized(self, endpoint: Endpoint, kv_tokens: int) -> None:
         """An endpoint has told the size of its KV cache, in tokens."""

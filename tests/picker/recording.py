@@ -69,7 +69,6 @@ class RecordingDirector:
             picked_at=time.time(),
             _director=self,  # type: ignore[arg-type]
             _session=b"",
-            _tokens_per_block=0.0,
         )
         self.picks.append(pick)
         return pick

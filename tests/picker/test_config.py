@@ -138,7 +138,7 @@ def test_load_names_the_file(tmp_path: Path) -> None:
         ("maxBody: 1GiB", "maxBody: '1GiB' must be between 1KiB and 1000MiB"),
         ("prefix: {maxBlocks: 0}", "prefix.maxBlocks: expected a whole number, at least 1, got 0"),
         ("scheduling: {picker: {fallbacks: -1}}", "expected a whole number, at least 0, got -1"),
-        ("prefix: {mode: approximate}", "prefix.mode: unknown key"),
+        ("prefix: {mode: precise}", "prefix.mode: 'precise' is unknown; "),
         ("scheduling: {picker: {temperature: 0}}", "0 must be between 0.000001 and 1000000"),
         ("[1, 2]", "w.yaml:1: expected keys with values, got [1, 2]"),
         ("a: [1,\nb: }", "w.yaml:2: this is not YAML: "),

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.director import Outcome, Pick
+from picker.director import Outcome
 from picker.exchange import (
     MAX_CHUNK,
     Await,
@@ -29,14 +29,30 @@ SSE = {":status": "200", "content-type": "text/event-stream"}
 USAGE = b'{"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}'
 
 
-class Asked(NamedTuple):
-    """What an exchange asks its route."""
+class Routed(Exchange):
+    """An exchange whose questions a director answers at once."""
 
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes | None
-    subset: tuple[str, ...] | None
+    def __init__(self, director: RecordingDirector, *, max_body: int, read_usage: bool) -> None:
+        super().__init__(director.refused, max_body=max_body, read_usage=read_usage)
+        self.director = director
+
+    def request_headers(self, *told: Any) -> Sequence[Reply]:
+        return self.answered(super().request_headers(*told))
+
+    def request_body(self, *told: Any) -> Sequence[Reply]:
+        return self.answered(super().request_body(*told))
+
+    def request_trailers(self) -> Sequence[Reply]:
+        return self.answered(super().request_trailers())
+
+    def answered(self, replies: Sequence[Reply]) -> Sequence[Reply]:
+        if self.asks is None:
+            return replies
+        assert replies == ()
+        try:
+            return self.routed(self.director.pick(self.asks))
+        except Refusal as refusal:
+            return self.refused(refusal)
 
 
 class Talk:
@@ -51,14 +67,9 @@ class Talk:
         read_usage: bool = True,
     ) -> None:
         self.director = RecordingDirector()
-        self.exchange = Exchange(
-            self.route, self.director.refused, max_body=max_body, read_usage=read_usage
-        )
+        self.exchange = Routed(self.director, max_body=max_body, read_usage=read_usage)
         if request is not None:
             self.exchange.modes(request, response)
-
-    def route(self, *parts: Any) -> Pick:
-        return self.director.pick(Asked(*parts))
 
     def send(self, body: bytes = b"{}", headers: dict[str, str] = POST) -> Sequence[Reply]:
         """A whole request in full duplex."""

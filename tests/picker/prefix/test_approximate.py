@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from picker import config
 from picker.pool import Pool
 from picker.prefix import approximate
-from picker.prefix.approximate import ApproximatePrefix, Match
+from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import Match
 from picker.request import Kind, LLMRequest
 
 SETTINGS = config.Prefix(block_bytes=config.Size(64), max_blocks=1024)
@@ -49,7 +50,7 @@ class Cluster:
 
     def serve(self, prompt: bytes, pod: int) -> Match:
         match = self.prefix.match(request(prompt))
-        self.prefix.learn(match.keys, self.pool.endpoints[address(pod)])
+        self.prefix.learn(match, self.pool.endpoints[address(pod)])
         return match
 
     def tokens(self, prompt: bytes, pod: int, **asked: object) -> float:
@@ -64,7 +65,7 @@ def test_a_prompt_is_expected_where_it_was_sent() -> None:
     assert match.tokens.dtype == np.float32
     assert match.tokens.tolist() == [0, 160, 0, *[0] * (cluster.pool.capacity - 3)]
     assert match.blocks.tolist() == [0, 10, 0, *[0] * (cluster.pool.capacity - 3)]
-    assert len(match.keys) == 10
+    assert match.num_blocks == 10
 
 
 def test_the_next_turn_finds_the_turns_before() -> None:
@@ -113,7 +114,7 @@ def test_a_prompt_without_text_matches_nothing() -> None:
     cluster = Cluster(2)
     for prompt in (b"", b"short"):
         match = cluster.serve(prompt, 0)
-        assert match.keys == []
+        assert match.num_blocks == 0
         assert match.tokens.tolist() == [0] * cluster.pool.capacity
     assert cluster.prefix.blocks == 0
 
@@ -141,22 +142,35 @@ def test_what_a_dead_pod_served_or_told_is_not_the_next_ones() -> None:
     cluster = Cluster(1)
     old = cluster.pool.endpoints[address(0)]
     match = cluster.prefix.match(request(TEXT[:640]))
+    use = cluster.prefix.learn(match, old)
     set_pods(cluster.pool, 0)
-    cluster.prefix.learn(match.keys, old)
+    cluster.prefix.learn(match, old)
     set_pods(cluster.pool, 1)
-    cluster.prefix.learn(match.keys, old)
+    cluster.prefix.learn(match, old)
+    assert cluster.prefix.moved(use, old, old) == (0, 0)
     cluster.prefix.resized(old, 16)
     assert cluster.tokens(TEXT[:640], 0) == 0
     cluster.serve(TEXT[:640], 0)
     assert cluster.tokens(TEXT[:640], 0) == 160
 
 
-def test_a_match_made_before_the_pool_grew_is_learnt_by_a_new_pod() -> None:
+def test_a_prompt_may_move_to_a_pod_that_came_after_its_pick() -> None:
     cluster = Cluster(1)
-    match = cluster.prefix.match(request(TEXT[:640]))
+    picked = cluster.pool.endpoints[address(0)]
+    use = cluster.prefix.learn(cluster.prefix.match(request(TEXT[:640])), picked)
     set_pods(cluster.pool, 40)
-    cluster.prefix.learn(match.keys, cluster.pool.endpoints[address(39)])
+    served = cluster.pool.endpoints[address(39)]
+    assert cluster.prefix.moved(use, picked, served) == (0, 0)
     assert cluster.tokens(TEXT[:640], 39) == 160
+    assert cluster.tokens(TEXT[:640], 0) == 0
+
+
+def test_a_prompt_that_moved_is_told_what_was_held_there() -> None:
+    cluster = Cluster(2)
+    cluster.serve(TEXT[:320], 1)
+    picked, served = (cluster.pool.endpoints[address(pod)] for pod in (0, 1))
+    use = cluster.prefix.learn(cluster.prefix.match(request(TEXT[:640])), picked)
+    assert cluster.prefix.moved(use, picked, served) == (5, 80)
 
 
 def test_the_column_grows_with_the_pool() -> None:

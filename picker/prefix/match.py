@@ -1,0 +1,49 @@
+"""What is known of a prompt: on which pods it begins warm."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picker.pool import Endpoint
+from picker.request import LLMRequest
+from scorers.pods import Column
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """Where a prompt is expected to be cached. Columns are by slot, as long as pool.capacity."""
+
+    tokens: Column  # leading prompt tokens that a pod holds; in slow memory they count less
+    cached: Column  # the same, each counted as one: what its engine should find
+    blocks: NDArray[np.int32]  # leading blocks
+    num_blocks: int  # of the prompt
+    mark: Any  # by which its producer knows the prompt
+
+
+class PrefixProducer(Protocol):
+    """Knows who holds what. The director asks it before each pick, and tells it afterwards."""
+
+    def prepare(self, request: LLMRequest) -> Awaitable[None] | None:
+        """What `match` has to wait for; None: nothing."""
+
+    def match(self, request: LLMRequest) -> Match:
+        """How much of a prompt each pod holds, from its beginning on."""
+
+    def learn(self, match: Match, endpoint: Endpoint) -> Any:
+        """An endpoint was picked for a prompt. Returns this use of it, for `moved`."""
+
+    def moved(self, use: Any, picked: Endpoint, served: Endpoint) -> tuple[int, int]:
+        """Another endpoint than the picked one serves a prompt.
+
+        Returns:
+            Leading blocks of it, and leading tokens, that the serving one held before.
+        """
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all pods hold together: one held by two pods counts twice."""
