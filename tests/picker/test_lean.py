@@ -296,6 +296,62 @@ async def test_a_fault_outside_of_routing_is_no_fault_of_the_client(
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_a_pick_that_waits_holds_up_nobody_else(picker: Picker, envoy: Client) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.hold = None
+    async with picker.client() as other:
+        other.send(post(BODY))
+        assert (await other.answer()).headers[DESTINATION] == ",".join(ENDPOINTS)
+    hold.set()
+    assert (await envoy.answer()).headers[DESTINATION] == ",".join(ENDPOINTS)
+    envoy.send(post(BODY))
+    assert (await envoy.answer()).status == 200
+    assert len(picker.director.picks) == 3
+
+
+async def test_a_refusal_after_waiting_goes_to_the_client(picker: Picker, envoy: Client) -> None:
+    picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.refusal = Refusal(429, "busy", "come again", retry_after=3)
+    picker.director.hold.set()
+    answer = await envoy.answer()
+    assert (answer.status, answer.headers["retry-after"]) == (429, "3")
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "asks again"])
+async def test_who_leaves_while_its_pick_waits_is_not_picked_for(
+    picker: Picker, leaves: bool
+) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    async with picker.client() as envoy:
+        envoy.send(post(BODY))
+        await until(lambda: picker.director.waiting == 1)
+        for _ in range(lean.SLOW + 1):
+            picker.server.sweep()
+        assert picker.director.waiting == 1
+        if not leaves:
+            envoy.send(post(BODY))
+            assert await envoy.closed() == b""
+    await until(lambda: picker.director.waiting == 0)
+    hold.set()
+    await until(lambda: not picker.server.connections)
+    assert picker.director.picks == []
+
+
+async def test_a_drain_waits_for_a_pick_that_waits(picker: Picker, envoy: Client) -> None:
+    picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    drain = asyncio.create_task(picker.server.drain())
+    await until(lambda: picker.server.draining)
+    picker.director.hold.set()
+    assert (await envoy.answer()).headers["connection"] == "close"
+    drain.cancel()
+
+
 def hostile() -> Iterator[Any]:
     yield pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, id="TLS")
     yield pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, id="HTTP/2")

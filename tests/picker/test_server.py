@@ -32,6 +32,7 @@ from tests.picker.ext_proc import (
     stream,
 )
 from tests.picker.recording import RecordingDirector
+from tests.picker.waiting import until
 
 BODY = b'{"model":"m","prompt":"hello"}'
 LISTEN = Listen(grpc=0, health=0)
@@ -307,6 +308,46 @@ async def test_headers_in_either_field_repeated_and_in_any_bytes(
 
 
 # Refusals
+
+
+async def test_a_pick_that_waits_holds_up_nobody_else(picker: Picker, gateway: Gateway) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    await gateway.headers(POST)
+    await gateway.body(BODY)
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.hold = None
+    async with channel_to(picker.port) as channel:
+        other = stream(channel)
+        await other.headers(POST)
+        await other.body(BODY)
+        assert destination(await other.read())
+    hold.set()
+    assert destination(await gateway.read()) == "192.0.2.1:8000,192.0.2.2:8000"
+    answer = await gateway.read()
+    assert answer.request_body.response.body_mutation.streamed_response.body == BODY
+
+
+async def test_a_refusal_after_waiting_is_an_answer(picker: Picker, gateway: Gateway) -> None:
+    picker.director.hold = asyncio.Event()
+    await gateway.headers(POST)
+    await gateway.body(BODY)
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.refusal = Refusal(429, "busy", "come again", retry_after=3)
+    picker.director.hold.set()
+    assert (await gateway.read()).immediate_response.status.code == 429
+
+
+async def test_who_leaves_while_its_pick_waits_is_not_picked_for(picker: Picker) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    async with channel_to(picker.port) as channel:
+        gateway = stream(channel)
+        await gateway.headers(POST)
+        await gateway.body(BODY)
+        await until(lambda: picker.director.waiting == 1)
+    await until(lambda: picker.director.waiting == 0)
+    hold.set()
+    assert await picker.ended(0) == []
+    assert picker.director.picks == []
 
 
 async def test_a_refusal_is_an_answer_of_its_own(picker: Picker, gateway: Gateway) -> None:
