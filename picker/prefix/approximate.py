@@ -13,7 +13,7 @@ import numpy as np
 from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.blocks import block_keys
-from picker.prefix.index import PrefixIndex, keys_of
+from picker.prefix.lru import RecentIndex, keys_of
 from picker.prefix.match import Match
 from picker.request import LLMRequest
 
@@ -49,7 +49,7 @@ class ApproximatePrefix:
     def __init__(self, pool: Pool, settings: config.Prefix) -> None:
         self._block_bytes = int(settings.block_bytes)
         self._max_blocks = settings.max_blocks
-        self._index = PrefixIndex(pool.capacity)
+        self._index = RecentIndex(pool.capacity)
         self._pool = pool
         self._wanted: dict[int, int] = {}  # by slot: blocks that its pod's cache holds
         self._part = MAX_BLOCKS  # of all blocks, for each pod

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from picker.prefix.blocks import block_keys
-from picker.prefix.index import PrefixIndex
+from picker.prefix.lru import RecentIndex
 
 SLOTS = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 31, 32, 63, 64, 65, 199])
 TURNS = st.lists(st.sampled_from("abc"), max_size=9).map("".join)
@@ -69,7 +69,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(0, 9))
     def start(self, capacity: int) -> None:
-        self.index = PrefixIndex(capacity)
+        self.index = RecentIndex(capacity)
         self.reference = Reference()
 
     def _room_for(self, slot: int) -> None:
@@ -166,8 +166,8 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def index_of(pods: int, blocks: int = 1000) -> PrefixIndex:
-    index = PrefixIndex(pods)
+def index_of(pods: int, blocks: int = 1000) -> RecentIndex:
+    index = RecentIndex(pods)
     for slot in range(pods):
         index.resize(slot, blocks)
     return index
@@ -260,7 +260,7 @@ def test_forgetting_a_pod_leaves_the_others() -> None:
 
 
 def test_a_slot_beyond_the_capacity_is_refused() -> None:
-    index = PrefixIndex(2)
+    index = RecentIndex(2)
     for slot in (-1, 2):
         with pytest.raises(IndexError, match=f"slot {slot}"):
             index.resize(slot, 5)

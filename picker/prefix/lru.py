@@ -1,4 +1,4 @@
-"""Which pods hold which blocks."""
+"""Which pods hold which blocks, by what was used there most recently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _FEW = 4  # pods of a set that are written one by one; more are written at once
 
 
-class PrefixIndex:
+class RecentIndex:
     """Who holds what: block keys to pods, and a bounded cache of keys for each pod.
 
     A pod is known by its slot, and a set of pods is an int with one bit for each slot. Every key
@@ -235,7 +235,7 @@ class _Cache:
 
 
 def keys_of(use: bytes) -> list[int]:
-    """The keys of a use that `PrefixIndex.learn` returned."""
+    """The keys of a use that `RecentIndex.learn` returned."""
     return memoryview(use).cast("Q")[1:].tolist()
 
 
