@@ -151,7 +151,7 @@ class Subscription:
         """
         messages = _read(self._live)
         if self._connected_anew():
-            self.sequence.check()
+            self.sequence.reconnected()
         for message in messages:
             self._hear(message)
         replay = self._replay
