@@ -26,7 +26,7 @@ from picker.journal import SIZE, Journal, detail, summary
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
-from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.refusal import Refusal
 
 DEFAULT_LIMIT = 100  # picks on a page
@@ -40,7 +40,7 @@ class Views:
 
     pool: Pool
     load: Load
-    prefix: ApproximatePrefix
+    prefix: PrefixProducer
     journal: Journal
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force

@@ -12,7 +12,7 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config
+from picker.config import Config, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.health import Health, HealthServer
@@ -22,6 +22,7 @@ from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
 from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -56,7 +57,7 @@ class Service:
         self.config = config
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
-        self._prefix = ApproximatePrefix(self._pool, config.prefix)
+        self._prefix = _producer(self._pool, config.prefix)
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
@@ -99,6 +100,7 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
         )
+        await self._prefix.start()
         await self._scraper.start()
         return ports
 
@@ -123,6 +125,7 @@ class Service:
         """End everything now."""
         self._not_ready = "stopped"
         await self._scraper.stop()
+        await self._prefix.stop()
         if self._servers is not None:
             await self._servers.stop()
 
@@ -160,6 +163,20 @@ class Service:
             config=lambda: self.config,
             not_ready=lambda: self._not_ready,
         )
+
+
+def _producer(pool: Pool, settings: Prefix) -> PrefixProducer:
+    """Who tells which pod holds a prompt's prefix."""
+    if settings.mode == "approximate":
+        return ApproximatePrefix(pool, settings)
+    try:
+        from picker.prefix.precise import EventsPrefix  # its packages need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"prefix.mode: events need the Python package {missing.name}: "
+            "pip install 'warmpath[events]'"
+        ) from missing
+    return EventsPrefix(pool, settings)
 
 
 class _Servers:

@@ -55,6 +55,12 @@ class ApproximatePrefix:
         self._part = MAX_BLOCKS  # of all blocks, for each pod
         pool.listen(self)
 
+    async def start(self) -> None:
+        """There is nothing to start: it learns when it is told."""
+
+    async def stop(self) -> None:
+        """There is nothing to stop."""
+
     @property
     def blocks(self) -> int:
         """Blocks that all pods are taken to hold together."""

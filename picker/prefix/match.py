@@ -28,6 +28,12 @@ class Match:
 class PrefixProducer(Protocol):
     """Knows who holds what. The director asks it before each pick, and tells it afterwards."""
 
+    async def start(self) -> None:
+        """Begin to learn. Raises ConfigError where something that the settings name is missing."""
+
+    async def stop(self) -> None:
+        """Let go of all that `start` took."""
+
     def prepare(self, request: LLMRequest) -> Awaitable[None] | None:
         """What `match` has to wait for; None: nothing."""
 
@@ -43,6 +49,9 @@ class PrefixProducer(Protocol):
         Returns:
             Leading blocks of it, and leading tokens, that the serving one held before.
         """
+
+    def resized(self, endpoint: Endpoint, kv_tokens: int) -> None:
+        """An endpoint has told the size of its KV cache, in tokens."""
 
     @property
     def blocks(self) -> int:
