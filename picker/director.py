@@ -7,6 +7,7 @@ load.release, metrics, journal                                       when it end
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Mapping
@@ -62,7 +63,7 @@ class Pick:
     outcome: Outcome | None = None
     seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
-    _sent_at: float = 0.0  # by the load's clock
+    _sent_at: float = -math.inf  # by the load's clock, as long as it may be waiting
     _use: bytes = b""  # of the index, while the pick may move
     _started: float = field(default_factory=time.monotonic)
 
@@ -239,6 +240,7 @@ class Director:
         picked, pick.endpoint = pick.endpoint, served
         self._load.release(picked, pick._credited_tokens)
         self._load.moved(picked, served, pick._sent_at)
+        pick._sent_at = -math.inf
         held = pick.matched_blocks
         pick.matched_blocks = self._prefix.moved(pick._use, held, picked, served)
         tokens = round(pick.matched_blocks * pick._tokens_per_block)
@@ -250,13 +252,18 @@ class Director:
 
     def prefilled(self, pick: Pick) -> None:
         self._load.release_tokens(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
 
     def ended(self, pick: Pick) -> None:
         self._load.release(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
         pick._use = b""  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
+
+    def _waits_no_more(self, pick: Pick) -> None:
+        pick._credited_tokens = 0
+        self._load.waits_no_more(pick.endpoint, pick._sent_at)
+        pick._sent_at = -math.inf
 
 
 def _raised_at(problem: Exception) -> str:

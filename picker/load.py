@@ -32,7 +32,7 @@ class PodLoad:
     fresh: bool
     age: float  # seconds since the page behind these numbers was asked for; inf before the first
     error: str | None  # why the last scrape failed, if it did
-    waiting: float  # as told, with our picks since
+    waiting: float  # as told, with our picks since that were not answered
     running: float
     kv_usage: float
     inflight: int
@@ -153,8 +153,8 @@ class Load:
     def picked(self, endpoint: Endpoint, cold: bool) -> float:
         """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
 
-        It counts as waiting there until a scrape that began later tells what became of it. Returns
-        the time, by which `moved` knows it.
+        It counts as waiting there until a scrape that began later tells what became of it, or we
+        know ourselves: see `waits_no_more`. Returns the time, by which it is known.
         """
         if not endpoint.alive:
             return -inf
@@ -169,13 +169,22 @@ class Load:
         self.on_pick(endpoint)
         return now
 
+    def waits_no_more(self, endpoint: Endpoint, picked_at: float) -> None:
+        """A request that was sent there is computed, over, or gone elsewhere.
+
+        If no scrape has told so yet, it counts as waiting no longer: a slow scrape must not make a
+        queue of requests that have long been answered.
+        """
+        if not endpoint.alive:
+            return
+        picks = self._pods[endpoint.slot].picks
+        if picks and picked_at >= picks[0] and picked_at in picks:
+            picks.remove(picked_at)
+            self._table[_WAITING, endpoint.slot] -= 1.0
+
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
         """A request that was sent to one endpoint has reached another, which is answering it."""
-        if picked.alive:
-            pod = self._pods[picked.slot]
-            if picked_at in pod.picks:
-                pod.picks.remove(picked_at)
-                self._table[_WAITING, picked.slot] -= 1.0
+        self.waits_no_more(picked, picked_at)
         if served.alive:
             self.on_pick(served)
 

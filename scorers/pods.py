@@ -48,7 +48,7 @@ class Pods:
     labels: Sequence[Mapping[str, str]]
     adapters: Sequence[Adapters]
     fresh: NDArray[np.bool_]  # told its load lately
-    waiting: Column  # requests in the pod's queue, with our picks since it told
+    waiting: Column  # requests in the pod's queue, with our unanswered picks since it told
     running: Column  # requests in its batch
     kv_usage: Column  # share of its KV blocks that running requests hold, 0 to 1
     inflight: Column  # our requests there that have not ended

@@ -171,6 +171,22 @@ def test_a_scrape_erases_only_picks_from_before_it_began() -> None:
     assert scene.row(A)["waiting"] == 3.0
 
 
+def test_what_is_known_to_be_answered_waits_no_more_however_late_the_scrape() -> None:
+    scene = Scene(A)
+    scene.told(A)
+    scene.clock.now += 1
+    first = scene.load.picked(scene[A], cold=False)
+    scene.clock.now += 1
+    second = scene.load.picked(scene[A], cold=False)
+    scene.load.waits_no_more(scene[A], second)
+    scene.load.waits_no_more(scene[A], second)
+    assert scene.row(A)["waiting"] == 3.0 + 1
+    scene.load.report(scene[A], REPORT, first)
+    assert scene.row(A)["waiting"] == 3.0
+    scene.load.waits_no_more(scene[A], first)
+    assert scene.row(A)["waiting"] == 3.0, "the page told of it already"
+
+
 def test_picks_of_a_pod_that_is_never_scraped_take_bounded_memory() -> None:
     scene = Scene(A)
     scene.told(A)
@@ -230,7 +246,7 @@ def test_what_happens_to_an_endpoint_that_is_gone_changes_nothing() -> None:
     old = scene[A]
     scene.told(A)
     scene.load.credit(old, 100)
-    scene.load.picked(old, cold=True)
+    picked_at = scene.load.picked(old, cold=True)
     scene.update(B)
     scene.update(A, B)
     assert scene[A].slot == old.slot
@@ -239,6 +255,7 @@ def test_what_happens_to_an_endpoint_that_is_gone_changes_nothing() -> None:
     scene.load.release(old, 100)
     scene.load.release_tokens(old, 100)
     scene.load.credit(old, 7)
+    scene.load.waits_no_more(old, picked_at)
     scene.load.picked(old, cold=True)
     scene.load.report(old, REPORT, scene.clock.now)
     scene.load.failed(old, "gone")
@@ -375,7 +392,7 @@ class LoadMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.scene = Scene()
         self.lives: list[Endpoint] = []
-        self.inflight: dict[Endpoint, list[int]] = {}
+        self.inflight: dict[Endpoint, list[tuple[int, float]]] = {}  # tokens, and when picked
         self.picks: dict[Endpoint, list[float]] = {}
         self.report: dict[Endpoint, tuple[LoadReport, float]] = {}
 
@@ -396,16 +413,19 @@ class LoadMachine(RuleBasedStateMachine):
         endpoint = self.any_life(data)
         if endpoint is not None:
             self.scene.load.credit(endpoint, tokens)
-            self.scene.load.picked(endpoint, cold=False)
+            picked_at = self.scene.load.picked(endpoint, cold=False)
             if endpoint.alive:
-                self.inflight[endpoint].append(tokens)
+                self.inflight[endpoint].append((tokens, picked_at))
                 self.picks[endpoint].append(self.scene.clock.now)
 
     @rule(data=st.data(), first_token=st.booleans())
     def end(self, data: st.DataObject, first_token: bool) -> None:
         endpoint = self.any_life(data)
         if endpoint is not None and self.inflight[endpoint]:
-            tokens = self.inflight[endpoint].pop()
+            tokens, picked_at = self.inflight[endpoint].pop()
+            self.scene.load.waits_no_more(endpoint, picked_at)
+            if picked_at in self.picks[endpoint]:
+                self.picks[endpoint].remove(picked_at)
             if first_token:
                 self.scene.load.release_tokens(endpoint, tokens)
                 tokens = 0
@@ -439,7 +459,9 @@ class LoadMachine(RuleBasedStateMachine):
             )
             assert pods.fresh[row] == (began + 2.0 >= self.scene.clock.now)
             assert pods.inflight[row] == len(self.inflight[endpoint])
-            assert pods.inflight_tokens[row] == np.float32(sum(self.inflight[endpoint]))
+            assert pods.inflight_tokens[row] == np.float32(
+                sum(tokens for tokens, _ in self.inflight[endpoint])
+            )
 
 
 TestLoadMachine = LoadMachine.TestCase
