@@ -82,7 +82,7 @@ class Load:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stale_after`: seconds from asking for a page until its numbers are too old."""
+        """`stale_after`: seconds that a pod may leave us without an answer."""
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
         self.clock = clock
         self._pool = pool
@@ -190,6 +190,16 @@ class Load:
 
     # What the scraper sees
 
+    def asked(self, endpoint: Endpoint) -> None:
+        """A pod is being asked for its page.
+
+        Its numbers are trusted for `stale_after` from the first time that it does not answer. That
+        they are old says nothing: an idle pod is seldom asked, and who waits a whole pause to be
+        asked and is slow once must not lose its prefixes to a cold pod.
+        """
+        if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
+            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
+
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""
         if not endpoint.alive:
@@ -201,7 +211,7 @@ class Load:
         self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
         self._table[_RUNNING, slot] = _told(report.running)
         self._table[_KV_USAGE, slot] = _told(report.kv_usage)
-        self._trusted_until[slot] = began + self._stale_after
+        self._trusted_until[slot] = inf  # until it is asked again
         pod.began = began
         if report.kv_tokens is not None:
             pod.kv_tokens = report.kv_tokens
@@ -220,7 +230,7 @@ class Load:
                 log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
 
     def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
-        """A scrape failed. The old numbers stay, and are trusted until they are too old.
+        """A scrape failed. The old numbers stay; for how long they are trusted, `asked` says.
 
         `unreachable`: nobody listens there, so they are not trusted from now on.
         """
