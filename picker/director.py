@@ -7,6 +7,7 @@ load.release, metrics, journal                                       when it end
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Coroutine, Mapping
@@ -62,7 +63,7 @@ class Pick:
     outcome: Outcome | None = None
     seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
-    _sent_at: float = 0.0  # by the load's clock
+    _sent_at: float = -math.inf  # by the load's clock, as long as it may be waiting
     _use: Any = None  # of the prefix, while the pick may move
     _started: float = field(default_factory=time.monotonic)
 
@@ -246,6 +247,7 @@ class Director:
         picked, pick.endpoint = pick.endpoint, served
         self._load.release(picked, pick._credited_tokens)
         self._load.moved(picked, served, pick._sent_at)
+        pick._sent_at = -math.inf
         pick.matched_blocks, tokens = self._prefix.moved(pick._use, picked, served)
         pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
         pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
@@ -255,13 +257,18 @@ class Director:
 
     def prefilled(self, pick: Pick) -> None:
         self._load.release_tokens(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
 
     def ended(self, pick: Pick) -> None:
         self._load.release(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
         pick._use = None  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
+
+    def _waits_no_more(self, pick: Pick) -> None:
+        pick._credited_tokens = 0
+        self._load.waits_no_more(pick.endpoint, pick._sent_at)
+        pick._sent_at = -math.inf
 
 
 def _raised_at(problem: Exception) -> str:

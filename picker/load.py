@@ -32,7 +32,7 @@ class PodLoad:
     fresh: bool
     age: float  # seconds since the page behind these numbers was asked for; inf before the first
     error: str | None  # why the last scrape failed, if it did
-    waiting: float  # as told, with our picks since
+    waiting: float  # as told, with our picks since that were not answered
     running: float
     kv_usage: float
     inflight: int
@@ -82,7 +82,7 @@ class Load:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stale_after`: seconds from asking for a page until its numbers are too old."""
+        """`stale_after`: seconds that a pod may leave us without an answer."""
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
         self.clock = clock
         self._pool = pool
@@ -153,8 +153,8 @@ class Load:
     def picked(self, endpoint: Endpoint, cold: bool) -> float:
         """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
 
-        It counts as waiting there until a scrape that began later tells what became of it. Returns
-        the time, by which `moved` knows it.
+        It counts as waiting there until a scrape that began later tells what became of it, or we
+        know ourselves: see `waits_no_more`. Returns the time, by which it is known.
         """
         if not endpoint.alive:
             return -inf
@@ -169,17 +169,36 @@ class Load:
         self.on_pick(endpoint)
         return now
 
+    def waits_no_more(self, endpoint: Endpoint, picked_at: float) -> None:
+        """A request that was sent there is computed, over, or gone elsewhere.
+
+        If no scrape has told so yet, it counts as waiting no longer: a slow scrape must not make a
+        queue of requests that have long been answered.
+        """
+        if not endpoint.alive:
+            return
+        picks = self._pods[endpoint.slot].picks
+        if picks and picked_at >= picks[0] and picked_at in picks:
+            picks.remove(picked_at)
+            self._table[_WAITING, endpoint.slot] -= 1.0
+
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
         """A request that was sent to one endpoint has reached another, which is answering it."""
-        if picked.alive:
-            pod = self._pods[picked.slot]
-            if picked_at in pod.picks:
-                pod.picks.remove(picked_at)
-                self._table[_WAITING, picked.slot] -= 1.0
+        self.waits_no_more(picked, picked_at)
         if served.alive:
             self.on_pick(served)
 
     # What the scraper sees
+
+    def asked(self, endpoint: Endpoint) -> None:
+        """A pod is being asked for its page.
+
+        Its numbers are trusted for `stale_after` from the first time that it does not answer. That
+        they are old says nothing: an idle pod is seldom asked, and who waits a whole pause to be
+        asked and is slow once must not lose its prefixes to a cold pod.
+        """
+        if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
+            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
 
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""
@@ -192,7 +211,7 @@ class Load:
         self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
         self._table[_RUNNING, slot] = _told(report.running)
         self._table[_KV_USAGE, slot] = _told(report.kv_usage)
-        self._trusted_until[slot] = began + self._stale_after
+        self._trusted_until[slot] = inf  # until it is asked again
         pod.began = began
         if report.kv_tokens is not None:
             pod.kv_tokens = report.kv_tokens
@@ -211,7 +230,7 @@ class Load:
                 log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
 
     def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
-        """A scrape failed. The old numbers stay, and are trusted until they are too old.
+        """A scrape failed. The old numbers stay; for how long they are trusted, `asked` says.
 
         `unreachable`: nobody listens there, so they are not trusted from now on.
         """

@@ -65,7 +65,7 @@ class Client:
 
     async def answer(self) -> Answer:
         answer = Answer()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not answer.complete:
                 head = await self.reader.readuntil(b"\r\n\r\n")
                 answer.feed(head)
@@ -76,7 +76,7 @@ class Client:
 
     async def closed(self) -> bytes:
         """What was left to read, once the other side has closed."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
 
@@ -400,7 +400,7 @@ async def test_a_body_of_the_limit_passes(picker: Picker, envoy: Client) -> None
 
 async def test_a_client_that_waits_for_leave_gets_it(picker: Picker, envoy: Client) -> None:
     envoy.send(post(expect="100-continue").removesuffix(BODY))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await envoy.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     envoy.send(BODY)
     assert (await envoy.answer()).status == 200
@@ -503,7 +503,7 @@ async def test_drain_lets_what_has_begun_finish(picker: Picker) -> None:
             pick = picker.server.tickets.close(name)
             assert pick is not None
             pick.end(Outcome.COMPLETED)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await draining
 
 
@@ -511,7 +511,7 @@ async def test_drain_has_an_end() -> None:
     async with running(drain=Duration(0.01)) as picker, picker.client() as client:
         client.send(post()[:-5])
         await until(lambda: picker.server.held)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await picker.server.drain()
 
 

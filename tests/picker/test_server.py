@@ -50,7 +50,7 @@ class Picker:
 
     async def ended(self, count: int = 1) -> list[Outcome | None]:
         """The outcomes, once so many requests are over and no stream is left."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.director.ends) < count or self.server.streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         return [pick.outcome for pick in self.director.ends]
@@ -509,7 +509,7 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         await gateway.headers(POST, True)
         await gateway.read()
         draining = asyncio.create_task(picker.server.drain())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 late = stream(channel)
                 try:
@@ -525,7 +525,7 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         await gateway.response_body(b"{}", True)
         await gateway.read()
         assert await gateway.ended() is grpc.StatusCode.OK
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await draining
     assert set(await picker.ended()) == {Outcome.COMPLETED}
 
@@ -541,7 +541,7 @@ async def test_draining_waits_for_no_other_service_and_not_for_ever() -> None:
         gateway = stream(channel)
         await gateway.headers(POST, True)
         await gateway.read()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await picker.server.drain()
         assert await picker.ended() == [Outcome.ABORTED]
         watch.cancel()
