@@ -28,7 +28,9 @@ from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from picker.json_body import LARGE, SMALL, Fields, is_stuffed, wrong
 
@@ -163,6 +165,32 @@ def _token_ids(value: bytes, *, nested: bool) -> Flat:
         packed.byteswap()
     shown = packed.tobytes() if nested else _IDS + packed.tobytes()
     return Flat(shown, BYTES_PER_TOKEN * unread, count + unread)
+
+
+def has_media(shown: bytes) -> bool:
+    """Whether a prompt is not all text."""
+    return _MEDIUM in shown
+
+
+def is_one(shown: bytes) -> bool:
+    """Whether it is a single prompt: not several texts, or lists of token ids."""
+    return not (shown.startswith(_TEXT) and _TEXT in shown[1:]) and _ends_of_first(shown) is None
+
+
+def first_ids(shown: bytes) -> NDArray[np.uint32] | None:
+    """The token ids of a prompt made of them, or of the first of several; None: it is a text."""
+    if not shown.startswith(_IDS):
+        return None
+    ids = np.frombuffer(shown, "<u4", offset=len(_IDS))
+    return ids[: _ends_of_first(shown)].astype(np.uint32, copy=False)
+
+
+def _ends_of_first(shown: bytes) -> int | None:
+    """How many token ids come before those of a second prompt; None: there is none."""
+    if not shown.startswith(_IDS):
+        return None
+    marks = np.flatnonzero(np.frombuffer(shown, "<u4", offset=len(_IDS)) == 0xFFFFFFFF)
+    return int(marks[0]) if len(marks) else None
 
 
 class Conversation:

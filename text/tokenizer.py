@@ -115,15 +115,21 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. A chat that was rendered has its special tokens already: add none then."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             # Half a surrogate pair, which JSON can carry: no tokenizer has a token for it.
             repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self.backend.encode(repaired, add_special_tokens=add_special_tokens).ids
+            return self._encode(repaired, add_special_tokens)
         except BaseException as error:
             if not _is_library_error(error):
                 raise
             raise ModelError(f"the tokenizer failed: {one_line(error)}") from error
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` takes longer: it also finds each token's place in the text, and holds Python's
+        # lock for a part of it.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these tokens; ids that the vocabulary lacks stand for nothing."""

