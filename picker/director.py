@@ -21,7 +21,7 @@ from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
-from picker.prefix.match import PrefixProducer
+from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
@@ -54,6 +54,7 @@ class Pick:
     uncached_tokens: int  # of the prompt, on that endpoint
     prompt_blocks: int  # of the prefix index
     matched_blocks: int  # of those, on that endpoint
+    matched_by: By
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
@@ -71,6 +72,11 @@ class Pick:
     def destination(self) -> str:
         """`x-gateway-destination-endpoint`: the endpoint, and those to fall back to."""
         return ",".join(self.decision.endpoints)
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Of the prompt, those that the endpoint's cache is expected to hold."""
+        return self.prompt_tokens - self.uncached_tokens
 
     def response_started(self, status: int, served_by: str | None = None) -> None:
         """The response's headers came; `served_by` is the endpoint they came from, if told.
@@ -210,6 +216,7 @@ class Director:
             uncached_tokens=uncached,
             prompt_blocks=match.num_blocks,
             matched_blocks=int(match.blocks[endpoint.slot]),
+            matched_by=match.by,
             picked_at=time.time(),
             _director=self,
             _session=session,

@@ -14,7 +14,7 @@ from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.blocks import block_keys
 from picker.prefix.lru import RecentIndex, keys_of
-from picker.prefix.match import Match
+from picker.prefix.match import By, Match
 from picker.request import LLMRequest
 
 BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told in tokens
@@ -76,12 +76,14 @@ class ApproximatePrefix:
         depths = self._index.match(keys)
         if not keys:
             none = depths.astype(np.float32)
-            return Match(none, none, depths, 0, Mark(keys, 0.0))
+            by = By.APPROXIMATE if prompt else By.NONE
+            return Match(none, none, depths, 0, by, Mark(keys, 0.0))
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
         num_bytes = len(prompt) + request.unread
         tokens_per_block = self._block_bytes * request.prompt_tokens / num_bytes
         tokens = (depths * tokens_per_block).astype(np.float32)
-        return Match(tokens, tokens, depths, len(keys), Mark(keys, tokens_per_block))
+        mark = Mark(keys, tokens_per_block)
+        return Match(tokens, tokens, depths, len(keys), By.APPROXIMATE, mark)
 
     def learn(self, match: Match, endpoint: Endpoint) -> Use:
         """The endpoint holds a prompt's blocks from now on."""

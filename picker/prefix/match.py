@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,14 @@ from picker.request import LLMRequest
 from scorers.pods import Column
 
 
+class By(StrEnum):
+    """What a prompt was compared with."""
+
+    EVENTS = "events"  # its tokens, with what pods told that they hold
+    APPROXIMATE = "approximate"  # its bytes, with what was sent where
+    NONE = "none"  # nothing: there is no prompt
+
+
 @dataclass(slots=True, eq=False)
 class Match:
     """Where a prompt is expected to be cached. Columns are by slot, as long as pool.capacity."""
@@ -22,6 +31,7 @@ class Match:
     cached: Column  # the same, each counted as one: what its engine should find
     blocks: NDArray[np.int32]  # leading blocks
     num_blocks: int  # of the prompt
+    by: By
     mark: Any  # by which its producer knows the prompt
 
 

@@ -16,7 +16,7 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix, Use
 from picker.prefix.index import BlockIndex, Lookup
 from picker.prefix.keys import TokenPrompt
-from picker.prefix.match import Match
+from picker.prefix.match import By, Match
 from picker.prefix.subscriber import Subscriptions
 from picker.prefix.tokens import Tokens
 from picker.request import LLMRequest
@@ -81,7 +81,7 @@ class EventsPrefix:
         lookup = self.index.match(self._prompt(request))
         cached = _found(lookup, len(request.token_ids))
         num_blocks = max(map(len, lookup.keys.values()), default=0)  # of the smallest there are
-        return Match(lookup.weighted, cached, lookup.blocks, num_blocks, lookup)
+        return Match(lookup.weighted, cached, lookup.blocks, num_blocks, By.EVENTS, lookup)
 
     def _prompt(self, request: LLMRequest) -> TokenPrompt:
         assert request.token_ids is not None

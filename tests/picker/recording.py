@@ -11,6 +11,7 @@ import numpy as np
 
 from picker.director import Pick
 from picker.pool import Endpoint
+from picker.prefix.match import By
 from picker.refusal import Refusal
 from picker.request import parse
 from picker.schedule import Decision
@@ -79,6 +80,7 @@ class RecordingDirector:
             uncached_tokens=10,
             prompt_blocks=0,
             matched_blocks=0,
+            matched_by=By.NONE,
             picked_at=time.time(),
             _director=self,  # type: ignore[arg-type]
             _session=b"",

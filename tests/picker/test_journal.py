@@ -65,6 +65,7 @@ def test_a_summary_follows_its_request_to_the_end() -> None:
         "endpoint": PODS[0],
         "picked": [PODS[0]],
         "promptTokens": 640,
+        "matchedBy": "approximate",
         "matchedTokens": 0,
         "promptBlocks": 0,
         "matchedBlocks": 0,
