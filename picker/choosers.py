@@ -23,7 +23,7 @@ def max_score(totals: Column, random: np.random.Generator) -> int:
     Source: max-score-picker of the reference picker.
     """
     first, last = int(totals.argmax()), len(totals) - 1 - int(totals[::-1].argmax())
-    if first == last:  # nearly always, and a third of the time that looking for all equals takes
+    if first == last:  # nearly always, and found sooner than all equals
         return first
     best = (totals == totals[first]).nonzero()[0]
     return int(best[int(random.random() * len(best))])
