@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,8 @@ class _Rows:
     labels: list[Mapping[str, str]]
     adapters: list[Adapters]
     nowhere: NDArray[np.bool_]
-    dense: bool  # the slots are 0, 1, 2 ...: columns are cut, not copied
+    # Views of the columns where the slots are 0, 1, 2 ..., made once; else a request copies them.
+    columns: tuple[NDArray[Any], ...] | None
     revision: int  # of the pool
 
 
@@ -108,23 +110,28 @@ class Load:
             rows = self._all = self._every_row()
         if len(slots) != len(rows.slots):
             rows = self._rows(slots)
-        chosen = slice(len(rows.slots)) if rows.dense else rows.slots
-        table = self._table[:, chosen]
+        dense = rows.columns is not None
+        columns = rows.columns or self._columns(rows.slots)
+        trusted_until, cold_at, waiting, running, kv_usage, inflight, tokens = columns
         home = session is not None and session.alive
         return Pods(
             rows.addresses,
             rows.labels,
             rows.adapters,
-            self._trusted_until[chosen] >= self.clock(),
-            table[_WAITING],
-            table[_RUNNING],
-            table[_KV_USAGE],
-            table[_INFLIGHT],
-            table[_TOKENS],
-            matched_tokens[chosen],
-            self._cold_at[chosen],
+            trusted_until >= self.clock(),
+            waiting,
+            running,
+            kv_usage,
+            inflight,
+            tokens,
+            matched_tokens[: len(rows.slots)] if dense else matched_tokens[rows.slots],
+            cold_at,
             rows.slots == session.slot if home and session is not None else rows.nowhere,
         )
+
+    def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
+        """Until when pods are trusted, their last cold picks, and the table's rows."""
+        return (self._trusted_until[chosen], self._cold_at[chosen], *self._table[:, chosen])
 
     # What our own requests do
 
@@ -308,13 +315,14 @@ class Load:
     def _rows(self, slots: NDArray[np.intp]) -> _Rows:
         addresses, labels, adapters = self._objects[:, slots].tolist()
         count = len(slots)
+        dense = count == 0 or int(slots[-1]) == count - 1
         return _Rows(
             slots,
             addresses,
             labels,
             adapters,
             np.zeros(count, np.bool_),
-            count == 0 or int(slots[-1]) == count - 1,
+            self._columns(slice(count)) if dense else None,
             self._pool.revision,
         )
 

@@ -36,7 +36,7 @@ class Adapters:
     limit: int = 0  # how many can be loaded at once; 0 where the pod has none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # frozen, making one would take seven times as long
 class Pods:
     """The candidates of one request, one row each.
 
