@@ -18,6 +18,10 @@ BITS = 64  # of one word
 Words = NDArray[np.uint64]
 
 
+def _new_salt() -> np.uint64:
+    return np.uint64(secrets.randbits(64))
+
+
 @dataclass(slots=True, eq=False)
 class Source:
     """One publisher: a pod, or one rank of it."""
@@ -30,8 +34,18 @@ class Source:
     skipped: set[int] = field(default_factory=set)  # groups that are no full attention
     sizes: set[int] = field(default_factory=set)  # of its blocks, in tokens
     block_size: int = 0  # the latest of these; 0: none yet
+    cleared: int = 0  # times that it was, by its own word or for want of certainty
     renamed: bool = False  # some of its hashes have another meaning than with others
-    salt: np.uint64 = field(default_factory=lambda: np.uint64(secrets.randbits(64)))
+    salt: np.uint64 = field(default_factory=_new_salt)  # of the names of these
+
+    def begin_anew(self, number: int) -> None:
+        """Another bit, of a publisher that holds nothing yet."""
+        self.number = number
+        self.main = None
+        self.skipped.clear()
+        self.sizes.clear()
+        self.renamed = False
+        self.salt = _new_salt()
 
     @property
     def word(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -34,6 +35,7 @@ class _Followed:
 
     subscriptions: list[Subscription] = field(default_factory=list)  # by rank
     trouble: str = ""
+    answers: asyncio.Event = field(default_factory=asyncio.Event)  # the pod was seen to
     task: asyncio.Task[None] | None = None
 
 
@@ -69,6 +71,31 @@ class Subscriptions:
         """Why there is none; empty if nothing is wrong."""
         followed = self._followed.get(endpoint)
         return "" if followed is None else followed.trouble
+
+    def silent(self) -> list[int]:
+        """Slots of the endpoints that nothing is known of: nobody there is heard, or ever was."""
+        return [
+            endpoint.slot
+            for endpoint, followed in self._followed.items()
+            if not any(each.connected or each.batches for each in followed.subscriptions)
+        ]
+
+    def behind(self) -> list[Endpoint]:
+        """The endpoints that may still tell what they hold, and have not told all of it."""
+        return [
+            endpoint
+            for endpoint, followed in self._followed.items()
+            if not followed.trouble
+            and not (
+                followed.subscriptions and all(each.following for each in followed.subscriptions)
+            )
+        ]
+
+    def answers(self, endpoint: Endpoint) -> None:
+        """An endpoint answers to HTTP: if its publishers are not known, it is time to ask again."""
+        followed = self._followed.get(endpoint)
+        if followed is not None:
+            followed.answers.set()
 
     def added(self, endpoint: Endpoint) -> None:
         if self._tools is None:
@@ -107,7 +134,9 @@ class Subscriptions:
             followed.trouble = trouble
             if not trouble:
                 return
-            await asyncio.sleep(pause)
+            followed.answers.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(followed.answers.wait(), pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _addresses(self, endpoint: Endpoint, tools: _Tools) -> list[Address]:

@@ -12,13 +12,15 @@ import asyncio
 import logging
 import struct
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
 
 from picker.prefix.addresses import Address
-from picker.prefix.events import MAX_PAYLOAD, Event, decode
+from picker.prefix.events import MAX_PAYLOAD, Event, Tier, decode
+from picker.prefix.rate import Rate
 from picker.prefix.sequence import Sequence
 from picker.prefix.turns import Turns
 
@@ -35,6 +37,7 @@ REPLAY_IDLE = 2.0  # seconds without an answer
 REPLAY_TOTAL = 60.0  # seconds
 QUIET = 1.0  # seconds without a live message, after one: time to ask whether one was lost
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 5000
+AFRESH = 10.0  # seconds without a connection: ZMQ gives up where it was not spoken to as it should
 KEEPALIVE = (10, 5, 3)  # seconds of silence, between probes, and probes: finds hosts that vanished
 END = b"\xff" * 8
 
@@ -63,6 +66,7 @@ class Subscription:
         self.last_batch: float | None = None  # by time.monotonic, when it came
         self.batches = 0
         self.events = 0
+        self.rate = Rate(time.monotonic())  # of events
         self.malformed = 0  # events, batches and messages that cannot be understood
         self.unknown = 0  # events of types that we do not know
         self.rested = 0.0
@@ -76,11 +80,29 @@ class Subscription:
         self._quiet = True  # nothing came since the last check
         self._replay: zmq.Socket[bytes] | None = None
         self._asked_at = self._answered_at = 0.0
-        self._live = self._listen()
+        self._connected_at = time.monotonic()  # or tried to
+        self._live = self._socket(zmq.SUB, HIGH_WATER, address.live)
+        self._live.subscribe(b"")
         self._monitor: zmq.Socket[bytes] = self._live.get_monitor_socket(_WATCHED)
+        self._listen()
         self._source = index.open(slot)
         self._watch(self._live)
         self._watch(self._monitor)
+
+    @property
+    def held(self) -> dict[Tier, int]:
+        """Blocks that the publisher holds."""
+        return self._index.held(self._source)
+
+    @property
+    def cleared(self) -> int:
+        """Times that all it held was forgotten: it said so, or what it holds was not certain."""
+        return self._source.cleared
+
+    @property
+    def following(self) -> bool:
+        """Whether all that the publisher told so far is known, as far as it can be."""
+        return self.connected and not self.sequence.replaying
 
     def close(self) -> None:
         """Hear no more, and forget the pod."""
@@ -89,12 +111,11 @@ class Subscription:
         self._drop_replay()
         self._unwatch(self._monitor)
         self._unwatch(self._live)
-        self._live.disable_monitor()
-        self._monitor.close(linger=0)
-        self._live.close(linger=0)
+        self._close_live()
 
     def tick(self, now: float) -> None:
         """Look at the clock, by time.monotonic; to be called about twice a second."""
+        self.rate.update(self.events, now)
         if self._replay is not None:
             if now - self._answered_at > REPLAY_IDLE or now - self._asked_at > REPLAY_TOTAL:
                 self.sequence.replay_failed()
@@ -102,6 +123,13 @@ class Subscription:
         elif not self._quiet and self.last_batch is not None and now - self.last_batch > QUIET:
             self._quiet = True
             self.sequence.check()
+        if self.connected:
+            self._connected_at = now
+        elif now - self._connected_at > AFRESH and not self.address.bound:
+            self._connected_at = now
+            with suppress(zmq.ZMQError):  # it has given up
+                self._live.disconnect(self.address.live)
+            self._live.connect(self.address.live)
 
     def turn(self) -> bool:
         """Read for a short while, and put what was read into the index. True: there is more."""
@@ -192,20 +220,25 @@ class Subscription:
 
     # Sockets
 
-    def _listen(self) -> zmq.Socket[bytes]:
-        address = self.address
-        live = self._socket(zmq.SUB, HIGH_WATER, address.live)
-        live.subscribe(b"")
-        if not address.bound:
-            live.connect(address.live)
-            return live
+    def _listen(self) -> None:
+        """Connect, or wait for the publisher to. The monitor is there by now, and misses nothing."""
+        bound, address = self.address.bound, self.address.live
         try:
-            live.bind(address.live)
+            if bound:
+                self._live.bind(address)
+            else:
+                self._live.connect(address)
         except zmq.ZMQError as error:
-            live.close(linger=0)
+            self._close_live()
             reason = zmq.strerror(error.errno or 0)
-            raise OSError(error.errno, f"cannot listen at {address.live}: {reason}") from None
-        return live
+            raise OSError(
+                f"cannot {'listen at' if bound else 'connect to'} {address}: {reason}"
+            ) from None
+
+    def _close_live(self) -> None:
+        self._live.disable_monitor()
+        self._monitor.close(linger=0)
+        self._live.close(linger=0)
 
     def _socket(self, kind: int, high_water: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
