@@ -81,7 +81,7 @@ class Tokenizer:
         """From the metadata of a GGUF file, or ModelError."""
         try:
             backend = build_backend(metadata)
-        except ModelError:
+        except (ModelError, ImportError):
             raise
         except BaseException as error:
             if not _is_library_error(error):
