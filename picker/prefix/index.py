@@ -12,7 +12,7 @@ Nothing here waits or locks. One event loop owns an index and calls `tidy` betwe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,8 @@ class Stats:
 
     blocks: int  # different ones that are known
     max_blocks: int
-    held: dict[Tier, int]  # by tier; a block that two sources hold counts twice
+    held: int  # by all sources together: what two of them hold counts twice
+    tiers: dict[Tier, int]  # the same, by tier
     aliases: int  # engine hashes
     sources: int
     orphans: int
@@ -122,14 +123,11 @@ class BlockIndex:
         """A publisher holds nothing any more."""
         if not source.open:
             return
+        source.cleared += 1
         source.orphans.clear()
         self._sources.retire(source)
-        source.number = self._sources.take()
-        source.main = None
-        source.skipped.clear()
-        source.sizes.clear()
+        source.begin_anew(self._sources.take())
         self._sizes = None
-        source.renamed = False
         self._sources.enter(source)
 
     def apply(self, source: Source, events: Sequence[Event]) -> None:
@@ -201,13 +199,19 @@ class BlockIndex:
         return {tier: int(self._sources.held[tier, source.number]) for tier in Tier}
 
     @property
+    def adapters(self) -> Set[str]:
+        """Names of LoRA adapters that publishers have told of."""
+        return self._intake.adapters
+
+    @property
     def stats(self) -> Stats:
         counts = self._intake.counts
         held = self._sources.held.sum(axis=1)
         return Stats(
             blocks=len(self._blocks),
             max_blocks=self._blocks.table.max_rows,
-            held={tier: int(held[tier]) for tier in Tier},
+            held=int(held.sum()),
+            tiers={tier: int(held[tier]) for tier in Tier},
             aliases=len(self._aliases),
             sources=len(self._sources),
             orphans=self._nursery.blocks,

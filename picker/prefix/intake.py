@@ -12,7 +12,7 @@ import numpy as np
 
 from picker.prefix.aliases import Aliases
 from picker.prefix.events import Event, Removed, Stored, Tier
-from picker.prefix.keys import Chains, Extra, block_hashes, extra_hash, root
+from picker.prefix.keys import MASK, Chains, Extra, block_hashes, extra_hash, root
 from picker.prefix.rows import Blocks, Flags
 from picker.prefix.sources import Source, Sources
 from picker.prefix.table import Keys, Rows
@@ -22,6 +22,7 @@ from picker.prefix.table import Keys, Rows
 FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 MAX_SIZES = 8  # block sizes in use at the same time: a prompt is looked up once for each
 MAX_SKIPPED = 64  # groups of a source that are known to be no full attention
+MAX_ADAPTERS = 4096  # whose names are kept
 _ROUNDS = 16  # of storing what comes after an event that must be refused
 
 Start = int | tuple[int, int]  # the key before a chain; or a chain before, and a position in it
@@ -74,6 +75,7 @@ class Intake:
     ) -> None:
         """`stored` hears of rows that a source holds from now on, `clear` of events to clear it."""
         self.counts = Counts()
+        self.adapters: set[str] = set()  # that blocks were told of
         self._blocks = blocks
         self._aliases = aliases
         self._sources = sources
@@ -93,7 +95,7 @@ class Intake:
                     window.copied.update(event.hashes)
                     window.copies.append(event)
                     continue
-                if window.copied and not window.copied.isdisjoint(event.hashes):
+                if window.copied and (source.orphans or not window.copied.isdisjoint(event.hashes)):
                     self._flush(source, window)
                     window = _Window()
                 before = len(window.names)
@@ -104,6 +106,9 @@ class Intake:
                 place = (event.block_size, event.tier, event.group)
                 window.stored.setdefault(place, []).append(event)
             elif isinstance(event, Removed):
+                if event.group in source.skipped:
+                    self.counts.skipped += len(event.hashes)
+                    continue
                 if window.concerns(source, event):
                     self._flush(source, window)
                     window = _Window()
@@ -159,6 +164,8 @@ class Intake:
             return False
         if event.tokens:
             source.block_size = size
+        if event.lora_name is not None and len(self.adapters) < MAX_ADAPTERS:
+            self.adapters.add(event.lora_name)
         if source.main is None:
             source.main = event.group
         return count > 0
@@ -285,7 +292,7 @@ class Intake:
                 for place, extras in enumerate(event.extra_keys, position):
                     if extras:
                         added = _extra_hash(tuple(extras), event.lora_name)
-                        hashes[place] += added
+                        hashes[place] = int(hashes[place]) + added & MASK
             position += len(event.hashes)
         chains = Chains(hashes)
         position = 0
@@ -407,9 +414,6 @@ class Intake:
 
     def _remove(self, source: Source, events: list[Removed]) -> None:
         for (tier, group), names in _by_place(events).items():
-            if group in source.skipped:
-                self.counts.skipped += len(names)
-                continue
             self._remove_from(source, tier, group, names)
 
     def _remove_from(self, source: Source, tier: Tier, group: int, names: list[int]) -> None:
@@ -510,9 +514,9 @@ def _positions(
 
 
 @lru_cache(maxsize=4096)
-def _extra_hash(extras: tuple[Extra, ...], adapter: str | None) -> np.uint64:
+def _extra_hash(extras: tuple[Extra, ...], adapter: str | None) -> int:
     """As `extra_hash`; the adapter's name, which engines put there too, is in the root already."""
     if adapter is not None and adapter in extras:
         at = extras.index(adapter)
         extras = extras[:at] + extras[at + 1 :]
-    return np.uint64(extra_hash(extras))
+    return extra_hash(extras)
