@@ -221,7 +221,7 @@ class Subscription:
     # Sockets
 
     def _listen(self) -> None:
-        """Connect, or wait for the publisher to. The monitor is there by now, and misses nothing."""
+        """Connect, or wait for the publisher to. The monitor is there by now and misses nothing."""
         bound, address = self.address.bound, self.address.live
         try:
             if bound:
