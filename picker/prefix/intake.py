@@ -159,11 +159,11 @@ class Intake:
                 reason = "block size"
             else:
                 source.sizes.add(size)
+                source.block_size = size
+                self._sources.revision += 1
         if reason is not None:
             self._refuse(reason, count)
             return False
-        if event.tokens:
-            source.block_size = size
         if event.lora_name is not None and len(self.adapters) < MAX_ADAPTERS:
             self.adapters.add(event.lora_name)
         if source.main is None:
