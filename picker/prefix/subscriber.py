@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.addresses import Address, told, usual, written
 from picker.prefix.index import BlockIndex
+from picker.prefix.sockets import Context
 from picker.prefix.subscription import Subscription
 from picker.prefix.turns import Turns
 
@@ -67,6 +68,11 @@ class Subscriptions:
         followed = self._followed.get(endpoint)
         return () if followed is None else followed.subscriptions
 
+    def __iter__(self) -> Iterator[Subscription]:
+        """What all publishers are followed by."""
+        for followed in self._followed.values():
+            yield from followed.subscriptions
+
     def trouble(self, endpoint: Endpoint) -> str:
         """Why there is none; empty if nothing is wrong."""
         followed = self._followed.get(endpoint)
@@ -86,9 +92,7 @@ class Subscriptions:
             endpoint
             for endpoint, followed in self._followed.items()
             if not followed.trouble
-            and not (
-                followed.subscriptions and all(each.following for each in followed.subscriptions)
-            )
+            and not (followed.subscriptions and all(map(_is_up_to_date, followed.subscriptions)))
         ]
 
     def answers(self, endpoint: Endpoint) -> None:
@@ -168,11 +172,17 @@ class Subscriptions:
         return subscriptions
 
 
+def _is_up_to_date(subscription: Subscription) -> bool:
+    """Whether all that a publisher told so far is known, as far as it can be."""
+    waits = subscription.sequence.replaying or subscription.waiting
+    return subscription.connected and not waits
+
+
 class _Tools:
     """What all subscriptions use together, while they run."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: Context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.turns = Turns()
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT))

@@ -266,6 +266,16 @@ async def test_wrong_messages_cost_only_themselves(picker: Picker) -> None:
         assert subscription.sequence.counts.gaps == 0
 
 
+async def test_a_message_may_have_very_many_events(picker: Picker) -> None:
+    async with Pod() as pod:
+        endpoint = picker.follow(pod.source)
+        await pod.subscribed()
+        await pod.publish(stored(0, 3000))
+        await until(lambda: picker.depth(endpoint, 3000) == 3000)
+        await pod.publish(*[removed(i) for i in range(2999, 0, -1)], stored(1, 2))
+        await until(lambda: picker.depth(endpoint, 3000) == 2)
+
+
 async def test_a_message_too_large_ends_the_connection_and_nothing_else(picker: Picker) -> None:
     async with Pod() as pod:
         endpoint = picker.follow(pod.source)
