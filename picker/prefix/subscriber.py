@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -68,11 +68,6 @@ class Subscriptions:
         followed = self._followed.get(endpoint)
         return () if followed is None else followed.subscriptions
 
-    def __iter__(self) -> Iterator[Subscription]:
-        """What all publishers are followed by."""
-        for followed in self._followed.values():
-            yield from followed.subscriptions
-
     def trouble(self, endpoint: Endpoint) -> str:
         """Why there is none; empty if nothing is wrong."""
         followed = self._followed.get(endpoint)
@@ -92,7 +87,9 @@ class Subscriptions:
             endpoint
             for endpoint, followed in self._followed.items()
             if not followed.trouble
-            and not (followed.subscriptions and all(map(_is_up_to_date, followed.subscriptions)))
+            and not (
+                followed.subscriptions and all(each.following for each in followed.subscriptions)
+            )
         ]
 
     def answers(self, endpoint: Endpoint) -> None:
@@ -170,12 +167,6 @@ class Subscriptions:
                 subscription.close()
             raise
         return subscriptions
-
-
-def _is_up_to_date(subscription: Subscription) -> bool:
-    """Whether all that a publisher told so far is known, as far as it can be."""
-    waits = subscription.sequence.replaying or subscription.waiting
-    return subscription.connected and not waits
 
 
 class _Tools:
