@@ -84,6 +84,8 @@ class Load:
     ) -> None:
         """`stale_after`: seconds from asking for a page until its numbers are too old."""
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
+        # Told of each page, once the columns are from it.
+        self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
         self.clock = clock
         self._pool = pool
         self._stale_after = stale_after
@@ -171,13 +173,17 @@ class Load:
 
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
         """A request that was sent to one endpoint has reached another, which is answering it."""
-        if picked.alive:
-            pod = self._pods[picked.slot]
-            if picked_at in pod.picks:
-                pod.picks.remove(picked_at)
-                self._table[_WAITING, picked.slot] -= 1.0
+        self.gone(picked, picked_at)
         if served.alive:
             self.on_pick(served)
+
+    def gone(self, endpoint: Endpoint, picked_at: float) -> None:
+        """A request that was sent to an endpoint does not wait there: it ended, or went on."""
+        if endpoint.alive:
+            pod = self._pods[endpoint.slot]
+            if picked_at in pod.picks:
+                pod.picks.remove(picked_at)
+                self._table[_WAITING, endpoint.slot] -= 1.0
 
     # What the scraper sees
 
@@ -209,6 +215,7 @@ class Load:
             if getattr(report, metric) is None and metric not in pod.missed:
                 pod.missed.add(metric)
                 log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
+        self.on_report(endpoint, report)
 
     def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
         """A scrape failed. The old numbers stay, and are trusted until they are too old.
@@ -306,3 +313,7 @@ def _told(value: float | None) -> float:
 
 def _nobody(endpoint: Endpoint) -> None:
     """Hears of a pick when no scraper does."""
+
+
+def _nobody_reads(endpoint: Endpoint, report: LoadReport) -> None:
+    """Hears of a page when no flow control does."""
