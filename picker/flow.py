@@ -155,15 +155,19 @@ class Flow:
             else:
                 self._sending -= 1
                 visit.band.vtc.cancel(visit.account)
-            self.wake()
+            if self.waiting:
+                self._serve()
 
     # What happens elsewhere
 
     def wake(self) -> None:
-        """There may be more room, or less: a pod told its load, or a request ended."""
+        """There may be more room, or less: a pod told its load."""
         self._room_until = -inf
-        if not self.waiting:
-            return
+        if self.waiting:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Let go whom there is room for."""
         now = self._loop().time()
         self._look(now)
         while self._room > 0 and (visit := self._queue.first()) is not None:

@@ -23,6 +23,7 @@ class Saturation:
         self._pool = pool
         self._load = load
         self._settings = settings
+        self._nothing = np.zeros(0, np.float32)  # matched tokens, which do not matter here
 
     @property
     def num_pods(self) -> int:
@@ -53,25 +54,30 @@ class Saturation:
         return float(np.where(pods.fresh, level, 1.0).mean())
 
     def _rooms(self, slots: NDArray[np.intp]) -> Column:
-        """Requests that each pod can take."""
+        """Requests that each pod can take. It is asked before each pick: few steps, usually."""
         pods = self._pods(slots)
         settings = self._settings
-        queued = _queued(pods)
-        room: Column = np.ceil(settings.waiting - queued)
-        room[pods.kv_usage >= settings.kv] = 0
-        # A pod with nothing to do has room, whatever of its memory the past takes.
-        idle = (queued == 0) & (pods.inflight == 0) & ~(pods.running > 0)
-        room[idle] = np.fmax(room[idle], 1)
+        room: Column = settings.waiting - _queued(pods)
+        full = pods.kv_usage >= settings.kv
+        if full.any():
+            # A pod with nothing to do has room, whatever of its memory the past takes.
+            idle = (room >= settings.waiting) & (pods.inflight == 0) & ~(pods.running > 0)
+            room[full] = np.where(idle[full], 1, 0)
         if settings.inflight:
             room = np.fmin(room, settings.inflight - pods.inflight)
         room[~pods.fresh] = 0
-        return np.fmax(room, 0)
+        return np.ceil(np.maximum(room, 0))
 
     def _pods(self, slots: NDArray[np.intp]) -> Pods:
-        return self._load.pods(slots, np.zeros(self._pool.capacity, np.float32), None)
+        if len(self._nothing) != self._pool.capacity:
+            self._nothing = np.zeros(self._pool.capacity, np.float32)
+        return self._load.pods(slots, self._nothing, None)
 
 
 def _queued(pods: Pods) -> Column:
     """Requests in each pod's queue, as far as we know. Of a pod that does not tell: all of ours."""
-    queued = np.fmax(pods.waiting, pods.inflight - pods.running)
-    return np.where(np.isnan(queued), pods.inflight, np.fmax(queued, 0))
+    queued: Column = np.fmax(pods.waiting, pods.inflight - pods.running)
+    untold = np.isnan(queued)
+    if untold.any():
+        queued[untold] = pods.inflight[untold]
+    return np.maximum(queued, 0)
