@@ -217,6 +217,8 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "scheduling.picker.temperature": ("0.000001", "1000000"),
     "sessions.ttl": ("1s", "168h"),
     "flow.ttl": ("0s", "168h"),
+    "flow.maxBytes": ("0", "1000GiB"),
+    "flow.tenantBytes": ("0", "1000GiB"),
     "envoy.timeout": ("0s", "168h"),
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from math import ceil, inf
 from typing import Protocol
 
 from picker.config import Flow as Settings
 from picker.cost import Cost, TokenCost
 from picker.flow_queue import FlowQueue, Full
+from picker.lengths import Lengths
+from picker.objectives import Objectives
 from picker.refusal import Refusal
 from picker.waiting import Band, Stage, Visit
 
@@ -60,18 +62,27 @@ class Flow:
         pods: Room,
         *,
         cost: Cost | None = None,
-        weight: Callable[[str], float] = lambda tenant: 1.0,
+        weight: Callable[[str], float] | None = None,
         loop: Callable[[], Loop] = asyncio.get_running_loop,
     ) -> None:
         """
         Args:
             cost: of a request; None: as set.
-            weight: of a tenant, above 0.
+            weight: of a tenant, above 0; None: as set.
+
+        Raises:
+            ValueError: something set is out of range.
         """
         self._settings = settings
         self._pods = pods
         self._loop = loop
-        self._queue = FlowQueue(settings, token_cost(settings) if cost is None else cost, weight)
+        self._objectives = Objectives(settings)
+        self._lengths = Lengths() if settings.expect == "history" else None
+        self._queue = FlowQueue(
+            settings,
+            token_cost(settings) if cost is None else cost,
+            self._objectives.weight if weight is None else weight,
+        )
         self._room = 0  # requests that may go before it is asked for again
         self._room_until = -inf
         self._sending = 0  # visits that were let go, and that the load does not know of yet
@@ -100,6 +111,35 @@ class Flow:
         return self._queue.amount.size
 
     # A visit
+
+    def visit(
+        self,
+        tenant: str,
+        headers: Mapping[str, str],
+        *,
+        prompt_tokens: int = 0,
+        size: int = 0,
+        most_output: int | None = None,
+    ) -> Visit:
+        """A request that is about to come.
+
+        Args:
+            headers: names in lower case.
+            size: bytes that it holds while it waits.
+            most_output: tokens, where the request limits them.
+        """
+        expected = 0
+        if self._lengths is not None:
+            expected = self._lengths.expected(tenant, most_output)
+        return Visit(
+            tenant,
+            self._objectives.priority(headers),
+            prompt_tokens,
+            size,
+            expected,
+            most_output,
+            self._loop().time() + self._objectives.patience(headers),
+        )
 
     def wait(self, visit: Visit) -> asyncio.Future[None] | None:
         """A request comes. None: it may go at once; else await the future.
@@ -152,6 +192,8 @@ class Flow:
             self.running -= 1
             if stage is Stage.PICKED:
                 visit.band.vtc.settle(visit.account, prompt_tokens, output_tokens)
+                if self._lengths is not None and output_tokens is not None:
+                    self._lengths.learn(visit.tenant, output_tokens)
             else:
                 self._sending -= 1
                 visit.band.vtc.cancel(visit.account)

@@ -411,3 +411,32 @@ def test_timers_of_the_served_do_not_pile_up():
         desk.come()
         desk.give(1)
     assert len(desk.flow._expiries) < 200
+
+
+def test_a_visit_is_made_of_what_the_request_says():
+    desk = Desk(order="deadline", objectives={"chat": 5}, weights={"gold": 2.0})
+    desk.loop.run(100.0)
+    headers = {"x-gateway-inference-objective": "chat", "x-slo-ttft-ms": "1500"}
+    visit = desk.flow.visit("a", headers, prompt_tokens=7, size=80, most_output=16)
+    assert (visit.tenant, visit.priority, visit.deadline) == ("a", 5, 101.5)
+    assert (visit.prompt_tokens, visit.size, visit.most_output) == (7, 80, 16)
+    assert desk.flow.visit("a", {}).deadline == 160.0
+
+
+def test_weights_are_those_that_are_set():
+    desk = Desk(weights={"gold": 3.0})
+    for _ in range(12):
+        desk.come("gold", prompt_tokens=10)
+        desk.come("plain", prompt_tokens=10)
+    desk.give(12)
+    assert [visit.tenant for visit in desk.served].count("gold") == 9
+
+
+def test_output_is_expected_as_before_where_asked_for():
+    desk = Desk(places=9, expect="history")
+    for tokens in (10, 30):
+        visit = desk.come()
+        desk.flow.left(visit, output_tokens=tokens)
+    assert desk.flow.visit("a", {}).expected == 20
+    assert desk.flow.visit("a", {}, most_output=5).expected == 5
+    assert Desk().flow.visit("a", {}).expected == 0
