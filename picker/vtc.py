@@ -74,7 +74,7 @@ class VirtualTokenCounter:
                 again at the level of those who wait.
         """
         self._cost = TokenCost() if cost is None else cost
-        self._weight = weight
+        self.weight = weight
         self._max_idle = max_idle
         self._counters: dict[str, Counter] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # the longest idle first
@@ -152,7 +152,7 @@ class VirtualTokenCounter:
         assert counter.waiting
         counter.open += 1
         account = Account(
-            counter, self._weight(tenant), prompt_tokens, expected, _arrival=counter.arrivals
+            counter, self.weight(tenant), prompt_tokens, expected, _arrival=counter.arrivals
         )
         self._charge(account, self._cost(prompt_tokens, expected))
         return account
