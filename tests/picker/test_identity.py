@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.config import Identity as Settings
@@ -95,6 +95,7 @@ def test_what_is_no_name_is_refused(name: str):
 
 
 @given(st.text())
+@settings(deadline=None)
 def test_every_tenant_has_a_fit_name(name: str):
     identities = Identities(Settings(header=FAIRNESS_ID))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.config import Duration
@@ -47,6 +47,7 @@ def test_a_deadline_orders_where_deadlines_do():
 
 
 @given(st.text(alphabet="0123456789-+eE._ \u0661", max_size=15))
+@settings(deadline=None)
 def test_whatever_a_header_says_it_is_a_priority_and_a_deadline(text: str):
     objectives = Objectives(Settings(order="deadline", priority_header="p"))
     assert -100 <= objectives.priority({"p": text}) <= 100

@@ -138,7 +138,7 @@ def spread(engine: Engine) -> float:
 
 
 @given(EVENTS)
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_counters_of_those_who_wait_stay_together(events: list[tuple]) -> None:
     """Lemma 4.3, after every event."""
     engine = Engine(VirtualTokenCounter(), MEMORY)
@@ -157,7 +157,7 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 3.0}
 
 
 @given(EVENTS, st.sampled_from([TokenCost(), PROFILED, TokenCost(3, 1), TokenCost(0, 1)]))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_weighted_counters_of_any_cost_stay_together(events: list[tuple], cost: TokenCost) -> None:
     engine = Engine(VirtualTokenCounter(cost, WEIGHTS.__getitem__), MEMORY, cost=cost)
     bound = cost.most(MEMORY, MEMORY) / min(WEIGHTS.values())
@@ -165,7 +165,7 @@ def test_weighted_counters_of_any_cost_stay_together(events: list[tuple], cost: 
 
 
 @given(EVENTS, st.randoms(use_true_random=False))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_expected_lengths_do_not_part_the_counters(
     events: list[tuple], chance: random.Random
 ) -> None:
@@ -180,7 +180,7 @@ def _within(value: float, bound: float) -> None:
 
 
 @given(EVENTS)
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_the_service_of_two_that_wait_all_the_time_differs_by_no_more_than_2u(
     events: list[tuple],
 ) -> None:
@@ -208,6 +208,7 @@ def test_the_service_of_two_that_wait_all_the_time_differs_by_no_more_than_2u(
 
 
 @given(EVENTS)
+@settings(deadline=None)
 def test_all_that_is_dispatched_is_charged_to_the_token(events: list[tuple]) -> None:
     engine = Engine(VirtualTokenCounter(), MEMORY, lambda request: 5)
     run(events, engine)
@@ -220,6 +221,7 @@ def test_all_that_is_dispatched_is_charged_to_the_token(events: list[tuple]) -> 
 
 
 @given(EVENTS)
+@settings(deadline=None)
 def test_the_next_one_is_always_the_one_with_the_smallest_counter(events: list[tuple]) -> None:
     engine = Engine(VirtualTokenCounter(), MEMORY, lambda request: request.output + 2)
 
@@ -407,6 +409,7 @@ def test_a_refund_is_credit_as_far_as_there_was_no_lift() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 50)), max_size=60))
+@settings(deadline=None)
 def test_memory_is_bounded_and_a_forgotten_tenant_gains_no_credit(
     served: list[tuple[str, int]],
 ) -> None:
