@@ -23,10 +23,10 @@ from rich.table import Table
 
 from bench.report import spread, write
 from kernels import ops_for
+from text.models import resolve
 from worker.config import EngineConfig
 from worker.engine import Engine, Runner
 from worker.events import Publisher
-from worker.files.store import resolve
 from worker.loader import Checkpoint, open_model
 from worker.metrics import Metrics
 from worker.model import Model

@@ -101,7 +101,7 @@ def _outcome(status: int, common: AccessLogCommon) -> Outcome:
     if status >= 500:
         return Outcome.FAILED
     # Any flag tells of an end before its time: by the client, by the pod or by a timeout.
-    if not status or common.response_flags.ListFields():
+    if not status or (common.HasField("response_flags") and common.response_flags.ListFields()):
         return Outcome.ABORTED
     return Outcome.COMPLETED
 

@@ -22,8 +22,11 @@ def max_score(totals: Column, random: np.random.Generator) -> int:
 
     Source: max-score-picker of the reference picker.
     """
-    best = (totals == totals[totals.argmax()]).nonzero()[0]
-    return int(best[0] if len(best) == 1 else best[int(random.random() * len(best))])
+    first, last = int(totals.argmax()), len(totals) - 1 - int(totals[::-1].argmax())
+    if first == last:  # nearly always, and found sooner than all equals
+        return first
+    best = (totals == totals[first]).nonzero()[0]
+    return int(best[int(random.random() * len(best))])
 
 
 def weighted_random(totals: Column, random: np.random.Generator) -> int:

@@ -7,6 +7,7 @@ load.release, metrics, journal                                       when it end
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Coroutine, Mapping
@@ -20,7 +21,7 @@ from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
-from picker.prefix.match import PrefixProducer
+from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
@@ -53,6 +54,7 @@ class Pick:
     uncached_tokens: int  # of the prompt, on that endpoint
     prompt_blocks: int  # of the prefix index
     matched_blocks: int  # of those, on that endpoint
+    matched_by: By
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
@@ -62,7 +64,7 @@ class Pick:
     outcome: Outcome | None = None
     seconds: float | None = None  # from the pick to the end
     _credited_tokens: int = 0
-    _sent_at: float = 0.0  # by the load's clock
+    _sent_at: float = -math.inf  # by the load's clock, as long as it may be waiting
     _use: Any = None  # of the prefix, while the pick may move
     _started: float = field(default_factory=time.monotonic)
 
@@ -70,6 +72,11 @@ class Pick:
     def destination(self) -> str:
         """`x-gateway-destination-endpoint`: the endpoint, and those to fall back to."""
         return ",".join(self.decision.endpoints)
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Of the prompt, those that the endpoint's cache is expected to hold."""
+        return self.prompt_tokens - self.uncached_tokens
 
     def response_started(self, status: int, served_by: str | None = None) -> None:
         """The response's headers came; `served_by` is the endpoint they came from, if told.
@@ -209,6 +216,7 @@ class Director:
             uncached_tokens=uncached,
             prompt_blocks=match.num_blocks,
             matched_blocks=int(match.blocks[endpoint.slot]),
+            matched_by=match.by_of(endpoint.slot),
             picked_at=time.time(),
             _director=self,
             _session=session,
@@ -246,6 +254,7 @@ class Director:
         picked, pick.endpoint = pick.endpoint, served
         self._load.release(picked, pick._credited_tokens)
         self._load.moved(picked, served, pick._sent_at)
+        pick._sent_at = -math.inf
         pick.matched_blocks, tokens = self._prefix.moved(pick._use, picked, served)
         pick.uncached_tokens = max(0, pick.prompt_tokens - tokens)
         pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
@@ -255,13 +264,18 @@ class Director:
 
     def prefilled(self, pick: Pick) -> None:
         self._load.release_tokens(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
 
     def ended(self, pick: Pick) -> None:
         self._load.release(pick.endpoint, pick._credited_tokens)
-        pick._credited_tokens = 0
+        self._waits_no_more(pick)
         pick._use = None  # the journal keeps the pick, not its keys
         self._metrics.ended(pick)
+
+    def _waits_no_more(self, pick: Pick) -> None:
+        pick._credited_tokens = 0
+        self._load.waits_no_more(pick.endpoint, pick._sent_at)
+        pick._sent_at = -math.inf
 
 
 def _raised_at(problem: Exception) -> str:

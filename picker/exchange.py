@@ -9,7 +9,9 @@ its body or its trailers; then its headers, its body in chunks, its trailers. A 
 waits for the headers' answer before it sends the body, so there the endpoint rides on the body's
 answer. Streamed, or without body, only the headers can carry it: such requests are routed by
 load alone. The response is independent of all that: Envoy may answer a request that we still
-hold (too large, timed out), and each of its messages is answered at once.
+hold (too large, timed out), and each of its messages is answered at once, but for the one with the
+last byte of a body whose length is known. In full duplex that one is answered together with the
+end of the stream, which Envoy tells in a message of its own right after it: one reply for both.
 
 How streams end, seen on Envoy 1.40:
 
@@ -123,6 +125,8 @@ class Exchange:
         "_chunks",
         "_events",
         "_headers",
+        "_last_piece",
+        "_left",
         "_length",
         "_max_body",
         "_pick",
@@ -175,6 +179,8 @@ class Exchange:
         self._body_unseen = False  # of the response
         self._events = False  # whether the response is a stream of them
         self._usage: UsageReader | None = None
+        self._left = -1  # bytes of the response's body to come; below 0 when that is not known
+        self._last_piece = b""  # of the response's body, which waits for the end of the stream
         self.over = False  # nothing more will be said: the stream can be ended
 
     @property
@@ -336,7 +342,9 @@ class Exchange:
             end: there is neither body nor trailers.
             served: the endpoint that the response comes from, if the gateway tells.
         """
-        status = headers.get(":status", "")
+        status, length = headers.get(":status", ""), headers.get("content-length", "")
+        if length.isdecimal():
+            self._left = int(length[:20])
         if self._pick is not None:
             self._response_started = True
             # Until a body comes: whether our override was obeyed is not told.
@@ -365,12 +373,25 @@ class Exchange:
         if end or self._response_mode is BodyMode.BUFFERED:
             self._complete()
             self.over = end
+        if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            data = self._with_last_piece(data)
+            self._left -= len(data)
+            if data and not self._left and not end:
+                self._last_piece = data
+                return _NO_REPLY
         return self._pass_body(Message.RESPONSE_BODY, self._response_mode, data, end)
 
     def response_trailers(self) -> Sequence[Reply]:
         self._complete()
         self.over = True
-        return [Message.RESPONSE_TRAILERS]
+        last = self._with_last_piece(b"")
+        pieces = _pieces(Message.RESPONSE_BODY, last, end=False) if last else []
+        return [*pieces, Message.RESPONSE_TRAILERS]
+
+    def _with_last_piece(self, data: bytes) -> bytes:
+        """The piece that waits, if one does, and what came after it."""
+        last, self._last_piece = self._last_piece, b""
+        return last + data if last else data
 
     def _complete(self) -> None:
         """The end of the response was seen."""

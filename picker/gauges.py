@@ -10,7 +10,7 @@ from statistics import fmean
 from picker.exposition import Spec, write
 from picker.load import Load
 from picker.pool import Pool
-from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 
 _NAME = ("name",)
 _POD = ("endpoint",)
@@ -68,7 +68,7 @@ INFO = Spec("gauge", "inference_extension_info", ("commit", "build_ref"), "The r
 class PoolGauges:
     """Writes them; keeps nothing."""
 
-    def __init__(self, pool: Pool, load: Load, prefix: ApproximatePrefix) -> None:
+    def __init__(self, pool: Pool, load: Load, prefix: PrefixProducer) -> None:
         self._pool = pool
         self._load = load
         self._prefix = prefix

@@ -64,7 +64,8 @@ def summary(pick: Pick) -> dict[str, Any]:
         "endpoint": pick.endpoint.address,  # that serves it
         "picked": list(pick.decision.endpoints),  # with those to fall back to
         "promptTokens": pick.prompt_tokens,
-        "matchedTokens": pick.prompt_tokens - pick.uncached_tokens,  # as expected
+        "matchedBy": pick.matched_by,
+        "predictedTokens": pick.predicted_tokens,
         "promptBlocks": pick.prompt_blocks,
         "matchedBlocks": pick.matched_blocks,
         "usage": usage

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class PodLoad:
     fresh: bool
     age: float  # seconds since the page behind these numbers was asked for; inf before the first
     error: str | None  # why the last scrape failed, if it did
-    waiting: float  # as told, with our picks since
+    waiting: float  # as told, with our picks since that were not answered
     running: float
     kv_usage: float
     inflight: int
@@ -64,7 +65,8 @@ class _Rows:
     labels: list[Mapping[str, str]]
     adapters: list[Adapters]
     nowhere: NDArray[np.bool_]
-    dense: bool  # the slots are 0, 1, 2 ...: columns are cut, not copied
+    # Views of the columns where the slots are 0, 1, 2 ..., made once; else a request copies them.
+    columns: tuple[NDArray[Any], ...] | None
     revision: int  # of the pool
 
 
@@ -82,7 +84,7 @@ class Load:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stale_after`: seconds from asking for a page until its numbers are too old."""
+        """`stale_after`: seconds that a pod may leave us without an answer."""
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
         # Told of each page, once the columns are from it.
         self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
@@ -110,23 +112,28 @@ class Load:
             rows = self._all = self._every_row()
         if len(slots) != len(rows.slots):
             rows = self._rows(slots)
-        chosen = slice(len(rows.slots)) if rows.dense else rows.slots
-        table = self._table[:, chosen]
+        dense = rows.columns is not None
+        columns = rows.columns or self._columns(rows.slots)
+        trusted_until, cold_at, waiting, running, kv_usage, inflight, tokens = columns
         home = session is not None and session.alive
         return Pods(
             rows.addresses,
             rows.labels,
             rows.adapters,
-            self._trusted_until[chosen] >= self.clock(),
-            table[_WAITING],
-            table[_RUNNING],
-            table[_KV_USAGE],
-            table[_INFLIGHT],
-            table[_TOKENS],
-            matched_tokens[chosen],
-            self._cold_at[chosen],
+            trusted_until >= self.clock(),
+            waiting,
+            running,
+            kv_usage,
+            inflight,
+            tokens,
+            matched_tokens[: len(rows.slots)] if dense else matched_tokens[rows.slots],
+            cold_at,
             rows.slots == session.slot if home and session is not None else rows.nowhere,
         )
+
+    def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
+        """Until when pods are trusted, their last cold picks, and the table's rows."""
+        return (self._trusted_until[chosen], self._cold_at[chosen], *self._table[:, chosen])
 
     # What our own requests do
 
@@ -155,8 +162,8 @@ class Load:
     def picked(self, endpoint: Endpoint, cold: bool) -> float:
         """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
 
-        It counts as waiting there until a scrape that began later tells what became of it. Returns
-        the time, by which `moved` knows it.
+        It counts as waiting there until a scrape that began later tells what became of it, or we
+        know ourselves: see `waits_no_more`. Returns the time, by which it is known.
         """
         if not endpoint.alive:
             return -inf
@@ -171,21 +178,36 @@ class Load:
         self.on_pick(endpoint)
         return now
 
+    def waits_no_more(self, endpoint: Endpoint, picked_at: float) -> None:
+        """A request that was sent there is computed, over, or gone elsewhere.
+
+        If no scrape has told so yet, it counts as waiting no longer: a slow scrape must not make a
+        queue of requests that have long been answered.
+        """
+        if not endpoint.alive:
+            return
+        picks = self._pods[endpoint.slot].picks
+        if picks and picked_at >= picks[0] and picked_at in picks:
+            picks.remove(picked_at)
+            self._table[_WAITING, endpoint.slot] -= 1.0
+
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
         """A request that was sent to one endpoint has reached another, which is answering it."""
-        self.gone(picked, picked_at)
+        self.waits_no_more(picked, picked_at)
         if served.alive:
             self.on_pick(served)
 
-    def gone(self, endpoint: Endpoint, picked_at: float) -> None:
-        """A request that was sent to an endpoint does not wait there: it ended, or went on."""
-        if endpoint.alive:
-            pod = self._pods[endpoint.slot]
-            if picked_at in pod.picks:
-                pod.picks.remove(picked_at)
-                self._table[_WAITING, endpoint.slot] -= 1.0
-
     # What the scraper sees
+
+    def asked(self, endpoint: Endpoint) -> None:
+        """A pod is being asked for its page.
+
+        Its numbers are trusted for `stale_after` from the first time that it does not answer. That
+        they are old says nothing: an idle pod is seldom asked, and who waits a whole pause to be
+        asked and is slow once must not lose its prefixes to a cold pod.
+        """
+        if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
+            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
 
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""
@@ -198,7 +220,7 @@ class Load:
         self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
         self._table[_RUNNING, slot] = _told(report.running)
         self._table[_KV_USAGE, slot] = _told(report.kv_usage)
-        self._trusted_until[slot] = began + self._stale_after
+        self._trusted_until[slot] = inf  # until it is asked again
         pod.began = began
         if report.kv_tokens is not None:
             pod.kv_tokens = report.kv_tokens
@@ -218,7 +240,7 @@ class Load:
         self.on_report(endpoint, report)
 
     def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
-        """A scrape failed. The old numbers stay, and are trusted until they are too old.
+        """A scrape failed. The old numbers stay; for how long they are trusted, `asked` says.
 
         `unreachable`: nobody listens there, so they are not trusted from now on.
         """
@@ -296,13 +318,14 @@ class Load:
     def _rows(self, slots: NDArray[np.intp]) -> _Rows:
         addresses, labels, adapters = self._objects[:, slots].tolist()
         count = len(slots)
+        dense = count == 0 or int(slots[-1]) == count - 1
         return _Rows(
             slots,
             addresses,
             labels,
             adapters,
             np.zeros(count, np.bool_),
-            count == 0 or int(slots[-1]) == count - 1,
+            self._columns(slice(count)) if dense else None,
             self._pool.revision,
         )
 

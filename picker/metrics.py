@@ -8,11 +8,13 @@ was found by one look-up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from picker.exposition import Histogram, Labels, Spec, write
 from picker.pool import Endpoint
+from picker.prefix.match import By
 from picker.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -132,6 +134,18 @@ HIT_RATIO = Spec(
     "Share of a prompt that the picked pod's cache is expected to hold.",
     _RATIO,
 )
+MATCHES = Spec(
+    "counter",
+    "warmpath_prefix_matches_total",
+    ("by",),
+    "Picks by what their prompts were compared with.",
+)
+PREDICTIONS = Spec(
+    "counter",
+    "warmpath_prefix_predictions_total",
+    ("by", "result"),
+    "Predictions of cached tokens, as the pod's answer proved them: too few, exact, too many.",
+)
 MOVED = Spec(
     "counter", "warmpath_moved_picks_total", (), "Requests served by another pod than the picked."
 )
@@ -151,6 +165,15 @@ REFUSALS = Spec(
     "Requests that the picker answered itself.",
 )
 POD_ERROR = "ModelServerError"
+COMPARED = (By.EVENTS, By.APPROXIMATE)
+
+
+class Result(StrEnum):
+    """How many cached tokens were predicted, compared with those that the pod found."""
+
+    LESS = "less"
+    EXACT = "exact"
+    MORE = "more"
 
 
 class _Model:
@@ -205,6 +228,8 @@ class PickerMetrics:
         self._picking = Histogram(PICKING.bounds)
         self._hit_ratio = Histogram(HIT_RATIO.bounds)
         self._moved = 0
+        self.matches = dict.fromkeys(By, 0)
+        self.predictions = {(by, result): 0 for by in COMPARED for result in Result}
 
     # What the director tells
 
@@ -215,6 +240,7 @@ class PickerMetrics:
         model.running += 1
         self._pod(pick.endpoint).picks += 1
         self._picking.observe(seconds)
+        self.matches[pick.matched_by] += 1
         if pick.prompt_tokens:
             self._hit_ratio.observe(1 - pick.uncached_tokens / pick.prompt_tokens)
 
@@ -245,8 +271,11 @@ class PickerMetrics:
         if cached is not None:
             model.cached_tokens.observe(cached)
             pod.prompt_tokens += usage.prompt_tokens
-            pod.predicted_tokens += pick.prompt_tokens - pick.uncached_tokens
+            pod.predicted_tokens += pick.predicted_tokens
             pod.cached_tokens += cached
+            if pick.matched_by is not By.NONE:
+                result = _result(pick.predicted_tokens, cached)
+                self.predictions[pick.matched_by, result] += 1
         if usage.completion_tokens:
             model.normalized.observe(seconds / usage.completion_tokens)
             if first is not None and usage.completion_tokens > 1:
@@ -323,6 +352,8 @@ class PickerMetrics:
         yield from write(PICKING, [((), self._picking)])
         yield from write(HIT_RATIO, [((), self._hit_ratio)])
         yield from write(MOVED, [((), self._moved)])
+        yield from write(MATCHES, (((by,), count) for by, count in self.matches.items()))
+        yield from write(PREDICTIONS, self.predictions.items())
 
     def _errors(self, models: list[tuple[str, _Model]]) -> list[tuple[Labels, int]]:
         """Those of pods by model; refusals under no model's name, such as `ServiceUnavailable`."""
@@ -334,6 +365,12 @@ class PickerMetrics:
         for label, model in models:
             rows += [((label, label, code), count) for code, count in model.errors.items()]
         return rows
+
+
+def _result(predicted: int, cached: int) -> Result:
+    if predicted == cached:
+        return Result.EXACT
+    return Result.LESS if predicted < cached else Result.MORE
 
 
 def _label(model: str | None) -> str:

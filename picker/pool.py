@@ -5,14 +5,15 @@ from __future__ import annotations
 import heapq
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from picker.config import EndpointSpec
+from picker.config import EndpointSpec, EventSource
+from picker.prefix.addresses import written
 
 MAX_ENDPOINTS = 4096
 MAX_ADDRESS = 64  # characters; an IPv6 address with its port has at most 53
@@ -28,6 +29,7 @@ class Endpoint:
     port: int
     labels: Mapping[str, str]  # replaced, never changed, when an update brings others
     slot: int  # its row in every column, while it is alive
+    events: Sequence[EventSource] = ()  # as the file says it
     alive: bool = True
 
 
@@ -67,23 +69,28 @@ class Pool:
     def update(self, specs: Sequence[EndpointSpec]) -> None:
         """Make these the endpoints: others are removed, new ones added, the rest kept.
 
-        New labels of an endpoint that stays are taken over, and its state is kept.
+        New labels of an endpoint that stays are taken over, and its state is kept. One whose events
+        come from elsewhere than before is another.
 
         Raises:
-            ValueError: an address that is no `ip:port`, one given twice, or too many; nothing
-                has changed then.
+            ValueError: an address that is no `ip:port`, one given twice, event sources that cannot
+                be, or too many endpoints; nothing has changed then.
         """
         wanted = _by_address(specs)
-        gone = [endpoint for endpoint in self.endpoints.values() if endpoint.address not in wanted]
+        gone = [
+            endpoint
+            for endpoint in self.endpoints.values()
+            if endpoint.address not in wanted or wanted[endpoint.address].events != endpoint.events
+        ]
         for endpoint in gone:
             del self.endpoints[endpoint.address]
             endpoint.alive = False
             heapq.heappush(self._free, endpoint.slot)
         new, changed = [], bool(gone)
-        for address, (host, port, labels) in wanted.items():
+        for address, (host, port, labels, events) in wanted.items():
             known = self.endpoints.get(address)
             if known is None:
-                endpoint = Endpoint(address, host, port, labels, self._take_slot())
+                endpoint = Endpoint(address, host, port, labels, self._take_slot(), events)
                 self.endpoints[address] = endpoint
                 new.append(endpoint)
             elif known.labels != labels:
@@ -99,9 +106,7 @@ class Pool:
         """
         endpoint.alive = False
         heapq.heappush(self._free, endpoint.slot)
-        new = Endpoint(
-            endpoint.address, endpoint.host, endpoint.port, endpoint.labels, self._take_slot()
-        )
+        new = replace(endpoint, slot=self._take_slot(), alive=True)
         self.endpoints[new.address] = new
         self._tell([endpoint], [new])
         return new
@@ -205,17 +210,29 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, tuple[str, int, Mapping[str, str]]]:
-    """Checked specs: host, port and labels of each address."""
+class _Wanted(NamedTuple):
+    host: str
+    port: int
+    labels: Mapping[str, str]
+    events: Sequence[EventSource]
+
+
+def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, _Wanted]:
+    """What a configuration wants at each address, checked."""
     if len(specs) > MAX_ENDPOINTS:
         raise ValueError(f"{len(specs)} endpoints in one pool: {MAX_ENDPOINTS} are the most")
-    wanted: dict[str, tuple[str, int, Mapping[str, str]]] = {}
+    wanted: dict[str, _Wanted] = {}
+    publishers: set[str] = set()
     for spec in specs:
         host, port = parse_address(spec.address)
         address = _join(host, port)
         if address in wanted:
             raise ValueError(f"endpoint {address} is given twice")
-        wanted[address] = (host, port, dict(spec.labels))
+        for source in spec.events:
+            if (publisher := written(source).live) in publishers:
+                raise ValueError(f"event address {publisher} is given twice")
+            publishers.add(publisher)
+        wanted[address] = _Wanted(host, port, dict(spec.labels), tuple(spec.events))
     return wanted
 
 

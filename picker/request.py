@@ -8,9 +8,12 @@ from __future__ import annotations
 import struct
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from picker.json_body import Fields, fields, num_names, string
 from picker.prompt import BYTES_PER_TOKEN, Conversation, Flat, flat
@@ -49,7 +52,10 @@ class LLMRequest:
     unread: int = 0  # bytes that the prompt has after those, about
     prompt_tokens: int = 0  # of it all: counted for token ids, else a quarter of its bytes
     salt: bytes = b""  # what parts caches without being prompt: model (or adapter), cache salt
+    cache_salt: str | None = None  # that of the body, which keeps its blocks to itself
     subset: tuple[str, ...] | None = None  # endpoints that the gateway allows; None: all
+    # The prompt's tokens, of several prompts the first one's: where picker.prefix.tokens made them.
+    token_ids: NDArray[np.uint32] | None = field(default=None, compare=False)
 
 
 def parse(
@@ -91,7 +97,8 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
     names = num_names(request.body)
     found = fields(request.body, _ACTED_ON[request.kind], names)
     request.model = string(found, "model", MAX_MODEL)
-    request.salt = _salt(request.model, string(found, "cache_salt", MAX_CACHE_SALT))
+    request.cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
+    request.salt = _salt(request.model, request.cache_salt)
     request.prompt, request.unread, tokens = dialect.prompt(found, names)
     if tokens is not None:
         request.prompt_tokens = tokens

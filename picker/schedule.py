@@ -18,6 +18,7 @@ from picker.plugins import build
 from picker.refusal import Refusal
 from scorers import SCORERS
 from scorers.pods import Column, Pods, Request
+from scorers.scale import ONE, ZERO
 
 DEFAULT_SCORERS: Mapping[str, float | dict[str, Any]] = {
     "uncached": 1.0,
@@ -132,8 +133,8 @@ class Scheduler:
         scores = columns[:count]
         for row, scorer in enumerate(self._scorers):
             scores[row] = scorer.score(request, pods)
-        np.fmax(scores, 0.0, out=scores)  # NaN as well
-        np.minimum(scores, 1.0, out=scores)
+        np.fmax(scores, ZERO, out=scores)  # NaN as well
+        np.minimum(scores, ONE, out=scores)
         # Not a matrix product: that may round equal pods differently, and ties would have a winner.
         np.add.reduce(scores * self._weight_column, axis=0, out=columns[-2])
         columns[-1] = pods.matched_tokens

@@ -45,12 +45,13 @@ class Scraper:
         that changes. `call_later` is the running loop's unless given.
 
         Raises:
-            ValueError: idle pods would be asked too seldom to be trusted.
+            ValueError: a pod that is slow once would not be asked again before it is passed over.
         """
         if settings.idle_interval >= settings.stale_after:
             raise ValueError(
                 f"metrics.idleInterval ({settings.idle_interval:g} s) must be shorter than "
-                f"metrics.staleAfter ({settings.stale_after:g} s), or idle pods are not trusted"
+                f"metrics.staleAfter ({settings.stale_after:g} s), or a pod that is slow once is "
+                "passed over"
             )
         self._pool = pool
         self.load = load
@@ -160,6 +161,7 @@ class _Watch:
             self._read_labels()
         self.resting = False
         self._began = self._load.clock()
+        self._load.asked(self._endpoint)
         self._timer = self._call_later(self._settings.timeout, self._too_late)
         connection = self._connection
         if connection is not None and connection.open:

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config
+from picker.config import Config, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.health import Health, HealthServer
@@ -22,10 +22,14 @@ from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
 from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
 from picker.sessions import Sessions
+
+if TYPE_CHECKING:
+    from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +60,8 @@ class Service:
         self.config = config
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
-        self._prefix = ApproximatePrefix(self._pool, config.prefix)
+        self._events = _events_prefix(self._pool, config.prefix)
+        self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
@@ -99,12 +104,17 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
         )
+        await self._prefix.start()
         await self._scraper.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load or failed to; from then on the service is ready."""
+        """Wait until each pod has told its load, and what it holds, or failed to.
+
+        From then on the service is ready.
+        """
         await self._scraper.first_round()
+        await self._prefix.first_round()
         assert self._servers is not None, "started"
         self._not_ready = None
         self._servers.health.set_ready(True)
@@ -123,6 +133,7 @@ class Service:
         """End everything now."""
         self._not_ready = "stopped"
         await self._scraper.stop()
+        await self._prefix.stop()
         if self._servers is not None:
             await self._servers.stop()
 
@@ -155,11 +166,26 @@ class Service:
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
+            events=self._events,
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
             not_ready=lambda: self._not_ready,
         )
+
+
+def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
+    """What tells which pod holds a prompt's prefix by KV events; None: that is not wanted."""
+    if settings.mode != "events":
+        return None
+    try:
+        from picker.prefix.precise import EventsPrefix  # its packages need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"prefix.mode: events need the Python package {missing.name}: "
+            "pip install 'warmpath[events]'"
+        ) from missing
+    return EventsPrefix(pool, settings)
 
 
 class _Servers:

@@ -147,8 +147,8 @@ def _counts(document: bytes) -> dict[str, int]:
         return {}
     counts: dict[str, int] = {}
     for outer in (found.message, found.response):
-        inner = _decoded(_INNER, outer)  # None where it is a text: an error's message
-        if inner is not None:
+        # None where it is a text: an error's message
+        if outer and (inner := _decoded(_INNER, outer)) is not None:
             counts.update(_named(_decoded(_USAGE, inner.usage) or {}))
     counts.update(_named(_decoded(_USAGE, found.usage) or {}))
     return counts
@@ -188,7 +188,11 @@ _DETAILS = ("prompt_tokens_details", "input_tokens_details", "prompt_token_detai
 
 
 def _named(usage: dict[str, Any]) -> dict[str, int]:
-    counts = {name: count for name, key in _NAMES if (count := _count(usage.get(key))) is not None}
+    counts = {
+        name: count
+        for name, key in _NAMES
+        if key in usage and (count := _count(usage[key])) is not None
+    }
     for key in _DETAILS:
         details = usage.get(key)
         if isinstance(details, dict):

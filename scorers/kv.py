@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scorers.pods import Column, Pods, Request
+from scorers.scale import ONE, ZERO
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +18,5 @@ class KV:
     """
 
     def score(self, request: Request, pods: Pods) -> Column:
-        scores: Column = 1.0 - pods.kv_usage
-        return np.fmax(scores, 0.0, out=scores)
+        scores: Column = ONE - pods.kv_usage
+        return np.fmax(scores, ZERO, out=scores)

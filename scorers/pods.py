@@ -36,7 +36,7 @@ class Adapters:
     limit: int = 0  # how many can be loaded at once; 0 where the pod has none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # frozen, making one would take seven times as long
 class Pods:
     """The candidates of one request, one row each.
 
@@ -47,8 +47,8 @@ class Pods:
     addresses: Sequence[str]  # "ip:port", IPv6 in brackets
     labels: Sequence[Mapping[str, str]]
     adapters: Sequence[Adapters]
-    fresh: NDArray[np.bool_]  # told its load lately
-    waiting: Column  # requests in the pod's queue, with our picks since it told
+    fresh: NDArray[np.bool_]  # tells its load when it is asked
+    waiting: Column  # requests in the pod's queue, with our unanswered picks since it told
     running: Column  # requests in its batch
     kv_usage: Column  # share of its KV blocks that running requests hold, 0 to 1
     inflight: Column  # our requests there that have not ended

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scorers.pods import Column, Pods, Request
+from scorers.scale import ONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +19,4 @@ class Prefix:
 
     def score(self, request: Request, pods: Pods) -> Column:
         scores: Column = pods.matched_tokens * (1 / max(1, request.prompt_tokens))
-        return np.minimum(scores, 1.0, out=scores)
+        return np.minimum(scores, ONE, out=scores)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scorers.pods import Column, Pods, Request
-from scorers.scale import behind
+from scorers.scale import ZERO, behind
 
 
 def backlog(pods: Pods, waiting_tokens: float) -> Column:
@@ -45,7 +45,7 @@ class Uncached:
 
     def score(self, request: Request, pods: Pods) -> Column:
         uncached: Column = float(request.prompt_tokens) - pods.matched_tokens
-        np.maximum(uncached, 0.0, out=uncached)
+        np.maximum(uncached, ZERO, out=uncached)
         uncached *= self.patience
         uncached += backlog(pods, self.waiting_tokens)
         return behind(uncached, self.span)

@@ -31,12 +31,16 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """UTF-8 bytes, and one id for each special token written out in the text."""
         ids: list[int] = []
-        for index, part in enumerate(_SPLIT.split(text)):
-            if index % 2:
-                ids.append(_SPECIAL[part])
-            else:
-                ids.extend(part.encode("utf-8", "replace"))
+        for part in self.split(text):
+            ids.extend([part] if isinstance(part, int) else part)
         return ids
+
+    def split(self, text: str) -> list[int | bytes]:
+        """The ids of special tokens, and the bytes between them."""
+        return [
+            _SPECIAL[part] if index % 2 else part.encode("utf-8", "replace")
+            for index, part in enumerate(_SPLIT.split(text))
+        ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped = self.special_ids if skip_special_tokens else frozenset()

@@ -115,7 +115,7 @@ def _simulated(options: WorkOptions) -> Parts:
     tokenizer: Tokenizer | ByteTokenizer = ByteTokenizer()
     alphabet: bytes | range = LETTERS
     if options.model is not None:
-        from worker.files.store import resolve
+        from text.models import resolve
         from worker.loader import open_model
 
         tokenizer = open_model(resolve(options.model)).tokenizer()

@@ -15,8 +15,8 @@ from rich.progress import (
 )
 
 from kernels import ops_for
+from text.models import resolve
 from text.tokenizer import Tokenizer
-from worker.files.store import resolve
 from worker.loader import open_model
 from worker.model import Model
 

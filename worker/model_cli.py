@@ -87,6 +87,7 @@ def pull(name: str, force: bool, output: str) -> None:
 @output_option
 def list_(output: str) -> None:
     """List the models that were pulled."""
+    from text.models import cache_directory
     from worker.files import store
 
     with _one_line_errors():
@@ -104,7 +105,7 @@ def list_(output: str) -> None:
             [[entry.name, _bytes(entry.num_bytes), str(entry.path)] for entry in entries],
         )
     else:
-        click.echo(f"no models in {store.cache_directory()}; pull one: warmpath model pull NAME")
+        click.echo(f"no models in {cache_directory()}; pull one: warmpath model pull NAME")
 
 
 @model.command(
@@ -153,7 +154,7 @@ def _rows(found: ModelReport) -> list[tuple[str, str]]:
 def _one_line_errors() -> Iterator[None]:
     """Errors about models become one line and exit code 1."""
     from text.checked import ModelError
-    from worker.files.pull import StoreError
+    from text.models import StoreError
 
     try:
         yield

@@ -13,8 +13,8 @@ import numpy as np
 from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.blocks import block_keys
-from picker.prefix.index import PrefixIndex, keys_of
-from picker.prefix.match import Match
+from picker.prefix.lru import RecentIndex, keys_of
+from picker.prefix.match import By, Match
 from picker.request import LLMRequest
 
 BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told in tokens
@@ -49,11 +49,20 @@ class ApproximatePrefix:
     def __init__(self, pool: Pool, settings: config.Prefix) -> None:
         self._block_bytes = int(settings.block_bytes)
         self._max_blocks = settings.max_blocks
-        self._index = PrefixIndex(pool.capacity)
+        self._index = RecentIndex(pool.capacity)
         self._pool = pool
         self._wanted: dict[int, int] = {}  # by slot: blocks that its pod's cache holds
         self._part = MAX_BLOCKS  # of all blocks, for each pod
         pool.listen(self)
+
+    async def start(self) -> None:
+        """There is nothing to start: it learns when it is told."""
+
+    async def first_round(self) -> None:
+        """Pods tell nothing here."""
+
+    async def stop(self) -> None:
+        """There is nothing to stop."""
 
     @property
     def blocks(self) -> int:
@@ -70,12 +79,14 @@ class ApproximatePrefix:
         depths = self._index.match(keys)
         if not keys:
             none = depths.astype(np.float32)
-            return Match(none, none, depths, 0, Mark(keys, 0.0))
+            by = By.APPROXIMATE if prompt else By.NONE
+            return Match(none, none, depths, 0, by, Mark(keys, 0.0))
         # In float64, which is exact enough that a whole prompt's blocks give all of its tokens.
         num_bytes = len(prompt) + request.unread
         tokens_per_block = self._block_bytes * request.prompt_tokens / num_bytes
         tokens = (depths * tokens_per_block).astype(np.float32)
-        return Match(tokens, tokens, depths, len(keys), Mark(keys, tokens_per_block))
+        mark = Mark(keys, tokens_per_block)
+        return Match(tokens, tokens, depths, len(keys), By.APPROXIMATE, mark)
 
     def learn(self, match: Match, endpoint: Endpoint) -> Use:
         """The endpoint holds a prompt's blocks from now on."""

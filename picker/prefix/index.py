@@ -1,244 +1,268 @@
-"""Which pods hold which blocks."""
+"""The precise prefix index: which pod holds which blocks, as pods tell by KV events.
+
+Blocks have keys of our own, made of their tokens (`keys.py`), so that pods whose engines hash in
+different ways are compared by content. A prompt is looked up for all pods at once (`lookup.py`).
+All of it is NumPy columns over two hash tables (`table.py`): blocks by key with the set of their
+holders (`rows.py`), and engine hashes with the keys they mean (`aliases.py`). Memory is bounded:
+what was of no use for longest is evicted, from the ends of chains (`upkeep.py`).
+
+Nothing here waits or locks. One event loop owns an index and calls `tidy` between other work.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from itertools import repeat
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW = 4  # pods of a set that are written one by one; more are written at once
+from picker.prefix.aliases import Aliases
+from picker.prefix.events import Event, Tier
+from picker.prefix.fresh import Fresh
+from picker.prefix.intake import Intake
+from picker.prefix.keys import TokenPrompt, prompt_keys
+from picker.prefix.lookup import Lookup, depths
+from picker.prefix.orphans import Nursery, Orphans
+from picker.prefix.rows import Blocks
+from picker.prefix.sources import Source, Sources
+from picker.prefix.table import Rows
+from picker.prefix.upkeep import FULL, Upkeep
+
+BLOCK_SIZE = 16  # tokens: vLLM's default, assumed of pods until they tell
+ALIASES_PER_BLOCK = 2  # at most, on average; engines that hash alike share them
+
+N = TypeVar("N", np.int32, np.float32)
+
+__all__ = ["BlockIndex", "Lookup", "Source", "Stats", "TokenPrompt"]
 
 
-class PrefixIndex:
-    """Who holds what: block keys to pods, and a bounded cache of keys for each pod.
+@dataclass(slots=True)
+class Stats:
+    """Sizes now, and counts ever; all but sizes are in blocks."""
 
-    A pod is known by its slot, and a set of pods is an int with one bit for each slot. Every key
-    has at least one holder: a key leaves with its last one. Keys are ints from 0 to 2^64 - 1, and
-    the keys of a prompt are chained: each stands for all that is before it, too.
-    """
+    blocks: int  # different ones that are known
+    max_blocks: int
+    held: int  # by all sources together: what two of them hold counts twice
+    tiers: dict[Tier, int]  # the same, by tier
+    aliases: int  # engine hashes
+    sources: int
+    orphans: int
+    num_bytes: int  # of memory
+    stored: int
+    removed: int
+    unknown_removed: int  # of blocks that were not held: evicted here, or never told of
+    refused: Counter[str]  # by reason
+    skipped: int  # of groups without full attention
+    unresolved: int  # stored without token ids, and not known by their hashes
+    evicted: int
+    dropped: int  # orphans, to make room for others
 
-    def __init__(self, capacity: int = 0) -> None:
-        """`capacity`: all slots are below it. It is the length of what `match` returns."""
+
+class BlockIndex:
+    """Who holds what, told by events."""
+
+    def __init__(self, capacity: int = 0, max_blocks: int = 1 << 22, *, fresh: float = 2.0) -> None:
+        """
+        Args:
+            capacity: all slots are below it. It is the length of the columns of `match`.
+            max_blocks: different blocks that are known at the same time.
+            fresh: seconds that a pick counts at least, until events tell; 0: picks do not count.
+        """
         self.capacity = capacity
-        self._holders: dict[int, int] = {}
-        self._caches: dict[int, _Cache] = {}  # by slot
+        self._block_sizes = np.full(capacity, BLOCK_SIZE, np.int32)  # by slot
+        self._view: _View | None = None
+        self._sources = Sources()
+        self._blocks = Blocks(max_blocks, self._sources)
+        self._aliases = Aliases(ALIASES_PER_BLOCK * max_blocks, self._blocks, self._sources)
+        self._nursery = Nursery()
+        self._fresh = Fresh(self._blocks, fresh)
+        self._intake = Intake(self._blocks, self._aliases, self._sources, self._stored, self.clear)
+        self._upkeep = Upkeep(self._blocks, self._aliases, self._sources, self._fresh)
 
     def __len__(self) -> int:
-        """Different blocks that are held."""
-        return len(self._holders)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that all pods hold together: one held by two pods counts twice."""
-        return sum(len(cache.used) for cache in self._caches.values())
+        """Different blocks that are known."""
+        return len(self._blocks)
 
     def grow(self, capacity: int) -> None:
         """Make room for slots up to `capacity`."""
-        self.capacity = max(self.capacity, capacity)
+        if capacity > self.capacity:
+            more = np.full(capacity - self.capacity, BLOCK_SIZE, np.int32)
+            self._block_sizes = np.concatenate((self._block_sizes, more))
+            self.capacity = capacity
+            self._view = None
 
-    def resize(self, slot: int, blocks: int) -> None:
-        """A pod's cache has room for this many blocks, from now on; those over it are evicted.
+    def open(self, slot: int) -> Source:
+        """A publisher of a pod, which holds nothing yet. A pod may have several, one for each rank.
 
-        The first call for a slot starts an empty cache.
+        What a pod holds is the most that one of them does.
+
+        Raises:
+            IndexError: the slot is not below the capacity.
         """
         if not 0 <= slot < self.capacity:
             raise IndexError(f"slot {slot} of an index with {self.capacity}")
-        cache = self._caches.setdefault(slot, _Cache())
-        cache.room = max(0, blocks)
-        self._drop(slot, cache.evict())
+        source = Source(slot, self._sources.take(), Orphans(self._nursery))
+        self._sources.by_slot.setdefault(slot, []).append(source)
+        self._sources.enter(source)
+        return source
 
-    def match(self, keys: Sequence[int]) -> NDArray[np.int32]:
-        """How many of these blocks each pod holds, from the first on without a gap: int32, by slot.
-
-        Looking is no use: it changes no order of eviction.
-        """
-        depths = np.zeros(self.capacity, np.int32)
-        still = seen = self._holders.get(keys[0], 0) if keys else 0
-        if not still:
-            return depths
-        for depth, holders in enumerate(map(self._holders.get, keys, repeat(0))):
-            if holders is not seen:  # learn gives all blocks of a run the same int
-                seen = holders
-                left = still & ~holders
-                if left:
-                    self._fill(depths, left, depth)
-                    still ^= left
-                    if not still:
-                        return depths
-        self._fill(depths, still, len(keys))
-        return depths
-
-    def learn(self, slot: int, keys: Sequence[int]) -> bytes:
-        """A pod holds these blocks of one prompt now, and used them just now.
-
-        Returns this use of them, for `unlearn`: 8 bytes a block, which the index keeps too.
-
-        The last block counts as used first and the first block last. So a prompt loses its tail
-        before its head, and one that is longer than the cache keeps its head.
-        """
-        cache = self._caches[slot]
-        if len(keys) > cache.room:
-            keys = keys[: cache.room]
-        if not keys:
-            return b""
-        new, use = cache.use(keys)
-        bit = 1 << slot
-        before, after = 0, bit
-        holders = self._holders
-        for key in reversed(keys):  # the new ones are at the end
-            if not new:
-                break
-            held_by = holders.get(key, 0)
-            if held_by is not before:
-                before, after = held_by, held_by | bit
-            if after != held_by:
-                holders[key] = after
-                new -= 1
-        self._drop(slot, cache.evict())
-        return use
-
-    def unlearn(self, slot: int, use: bytes, held: int) -> None:
-        """A pod was not given the blocks of this use after all, but for the `held` first ones.
-
-        Those that were used again since stay.
-        """
-        self._drop(slot, self._caches[slot].take_back(use, held))
-
-    def forget(self, slot: int) -> None:
-        """A pod is gone, with all that it held."""
-        cache = self._caches.pop(slot, None)
-        if cache is not None:
-            self._drop(slot, cache.used)
-
-    def _drop(self, slot: int, keys: Iterable[int]) -> None:
-        """A pod holds these blocks no more."""
-        bit = 1 << slot
-        before, after = bit, 0
-        holders = self._holders
-        for key in keys:
-            held_by = holders[key]
-            if held_by is not before:
-                before, after = held_by, held_by ^ bit
-            if after:
-                holders[key] = after
-            else:
-                del holders[key]
-
-    @staticmethod
-    def _fill(depths: NDArray[np.int32], pods: int, depth: int) -> None:
-        """Write a depth into the rows of these pods."""
-        if pods.bit_count() > _FEW:
-            depths[_rows(pods, len(depths))] = depth
+    def close(self, source: Source) -> None:
+        """A publisher is gone, with all that it held. What it says from now on is not heard."""
+        if not source.open:
             return
-        while pods:
-            slot = pods.bit_length() - 1
-            depths[slot] = depth
-            pods ^= 1 << slot
+        source.open = False
+        source.orphans.clear()
+        self._sources.retire(source)
+        siblings = self._sources.by_slot[source.slot]
+        siblings.remove(source)
+        if not siblings:
+            del self._sources.by_slot[source.slot]
 
+    def clear(self, source: Source) -> None:
+        """A publisher holds nothing any more."""
+        if not source.open:
+            return
+        source.cleared += 1
+        source.orphans.clear()
+        self._sources.retire(source)
+        source.begin_anew(self._sources.take())
+        self._sources.enter(source)
 
-@lru_cache(maxsize=512)  # most prompts begin with one of a few system prompts
-def _rows(pods: int, capacity: int) -> NDArray[np.bool_]:
-    """A set of pods as a column."""
-    packed = np.frombuffer(pods.to_bytes((capacity + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(packed, count=capacity, bitorder="little").view(np.bool_)
+    def apply(self, source: Source, events: Sequence[Event]) -> None:
+        """What a publisher told, in order: one batch or several."""
+        if source.open:
+            self._intake.apply(source, events)
 
+    def match(self, prompt: TokenPrompt) -> Lookup:
+        """How much of a prompt each pod holds, from its beginning on."""
+        view = self._view
+        if view is None or view.revision != self._sources.revision:
+            view = self._look()
+        lookup = Lookup(
+            np.zeros(self.capacity, np.int32),
+            np.zeros(self.capacity, np.int32),
+            np.zeros(self.capacity, np.float32),
+            self._block_sizes.copy(),
+            {},
+        )
+        for size in view.sizes:
+            lookup.keys[size] = keys = prompt_keys(prompt, size)
+            counts, weights = depths(self._blocks, self._sources, keys)
+            blocks = view.by_slot(counts, np.zeros(self.capacity, np.int32))
+            weighted = view.by_slot(weights, np.zeros(self.capacity, np.float32))
+            weighted *= size
+            tokens = blocks * np.int32(size)
+            if len(view.sizes) == 1:
+                lookup.blocks, lookup.tokens, lookup.weighted = blocks, tokens, weighted
+                break
+            better = tokens > lookup.tokens
+            lookup.blocks[better] = blocks[better]
+            lookup.tokens[better] = tokens[better]
+            lookup.weighted[better] = weighted[better]
+            lookup.block_sizes[better] = size
+        return lookup
 
-class _Cache:
-    """What one pod holds, least recently used first.
+    def expect(self, slot: int, lookup: Lookup) -> None:
+        """A pod was picked for a prompt, which counts as cached there for a while, or until it is.
 
-    Blocks used together share one time. Each use of a chain waits in line, oldest first; a block
-    whose time has changed since is in line again further on, and is passed over at the old place.
-    An OrderedDict would take twice the memory, and a full garbage collection would walk all of it.
-    """
-
-    __slots__ = ("_line", "_now", "_swept", "_waiting", "room", "used")
-
-    def __init__(self) -> None:
-        self.room = 0
-        self.used: dict[int, int] = {}  # key to the time of its last use
-        self._now = 0
-        self._line: deque[bytes] = deque()  # uses as _packed
-        self._swept: deque[bytes] = deque()  # the same, older than all of the line
-        self._waiting = 0  # keys in both
-
-    def use(self, keys: Sequence[int]) -> tuple[int, bytes]:
-        """Note the use of a chain; returns how many of its keys were not held before, and it."""
-        used = self.used
-        before = len(used)
-        self._now = now = self._now + 1
-        for key in keys:
-            used[key] = now
-        packed = _packed(now, keys)
-        self._line.append(packed)
-        self._waiting += len(keys)
-        if self._waiting > 2 * len(used):
-            self._sweep(2 * len(keys))
-        return len(used) - before, packed
-
-    def take_back(self, use: bytes, held: int) -> list[int]:
-        """Give up the keys of a use, but for the first ones and those used since; returns them.
-
-        They are passed over where they wait in line.
+        Nothing happens where the pod has no publisher, or there is no room.
         """
-        used = self.used
-        time, *chain = memoryview(use).cast("Q")
-        given_up = []
-        for key in chain[held:]:
-            if used.get(key) == time:
-                del used[key]
-                given_up.append(key)
-        return given_up
+        sources = self._sources.by_slot.get(slot)
+        if not sources or not self._fresh.seconds:
+            return
+        keys = lookup.keys.get(int(lookup.block_sizes[slot]))
+        if keys is None or not len(keys):
+            return
+        if len(self._blocks) > FULL * self._blocks.table.max_rows:
+            return
+        start = int(lookup.blocks[slot])
+        above = int(self._blocks.table.find(keys[start - 1 : start])[0]) if start else -1
+        rows = self._blocks.chain(keys[start:], above)
+        held = np.zeros(len(rows), np.bool_)
+        for each in sources:
+            held |= self._blocks.holds(rows, each.word, each.bit)
+        self._fresh.expect(sources[0], rows[~held])
 
-    def evict(self) -> list[int]:
-        """Give up what is over the room; returns the keys, the least recently used first."""
-        used = self.used
-        over = len(used) - self.room
-        evicted: list[int] = []
-        while len(evicted) < over:
-            line = self._swept or self._line
-            chain = memoryview(line[0]).cast("Q")
-            time, stays = chain[0], len(chain)
-            for key in chain[:0:-1]:
-                stays -= 1
-                if used.get(key) == time:
-                    del used[key]
-                    evicted.append(key)
-                    if len(evicted) == over:
-                        break
-            self._waiting -= len(chain) - stays
-            if stays > 1:
-                line[0] = chain[:stays].tobytes()
-            else:
-                line.popleft()
-        return evicted
+    def expire(self, now: float) -> None:
+        """Let old picks count no more. `now`: seconds, of a clock that never goes back.
 
-    def _sweep(self, keys: int) -> None:
-        """Take the next `keys` in line, or a few more, and leave out those used again since.
-
-        A little at each use keeps the line short without ever holding up one request for long.
+        To be called a few times a second; `tidy` does the work.
         """
-        used, line, swept = self.used, self._line, self._swept
-        while keys > 0 and line:
-            time, *chain = memoryview(line.popleft()).cast("Q")
-            keys -= len(chain)
-            kept = [key for key in chain if used.get(key) == time]
-            self._waiting -= len(chain) - len(kept)
-            if kept:
-                swept.append(_packed(time, kept))
-        if not line:
-            self._line, self._swept = swept, line
+        self._fresh.expire(now)
+
+    def tidy(self) -> bool:
+        """Do about a millisecond of work in the background. Returns whether there is more."""
+        return self._upkeep.tidy()
+
+    def held(self, source: Source) -> dict[Tier, int]:
+        """Blocks that a publisher holds."""
+        return {tier: int(self._sources.held[tier, source.number]) for tier in Tier}
+
+    @property
+    def adapters(self) -> Set[str]:
+        """Names of LoRA adapters that publishers have told of."""
+        return self._intake.adapters
+
+    @property
+    def stats(self) -> Stats:
+        counts = self._intake.counts
+        held = self._sources.held.sum(axis=1)
+        return Stats(
+            blocks=len(self._blocks),
+            max_blocks=self._blocks.table.max_rows,
+            held=int(held.sum()),
+            tiers={tier: int(held[tier]) for tier in Tier},
+            aliases=len(self._aliases),
+            sources=len(self._sources),
+            orphans=self._nursery.blocks,
+            num_bytes=self._blocks.num_bytes + self._aliases.num_bytes,
+            stored=counts.stored,
+            removed=counts.removed,
+            unknown_removed=counts.unknown_removed,
+            refused=Counter(counts.refused),
+            skipped=counts.skipped,
+            unresolved=counts.unresolved,
+            evicted=self._upkeep.evicted,
+            dropped=self._nursery.dropped,
+        )
+
+    def _stored(self, source: Source, rows: Rows) -> None:
+        self._fresh.stored(self._sources.by_slot[source.slot][0], rows)
+
+    def _look(self) -> _View:
+        """Make a view. Pods that have told nothing are taken to be as most others are."""
+        told = Counter(source.block_size for source in self._sources.all())
+        del told[0]
+        usual = told.most_common(1)[0][0] if told else BLOCK_SIZE
+        self._block_sizes[:] = usual
+        for slot, sources in self._sources.by_slot.items():
+            self._block_sizes[slot] = max(source.block_size for source in sources) or usual
+        bits = np.flatnonzero(self._sources.slots >= 0)
+        slots = self._sources.slots[bits]
+        sizes = sorted(self._sources.block_sizes() | {usual})
+        single = len(bits) == len(self._sources.by_slot)
+        self._view = _View(self._sources.revision, sizes, bits, slots, single)
+        return self._view
 
 
-def keys_of(use: bytes) -> list[int]:
-    """The keys of a use that `PrefixIndex.learn` returned."""
-    return memoryview(use).cast("Q")[1:].tolist()
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """What every lookup needs to know of the sources."""
 
+    revision: int  # of the sources
+    sizes: list[int]  # of blocks in use, in tokens
+    bits: Rows
+    slots: NDArray[np.int32]  # of these bits
+    single: bool  # no pod has two sources
 
-def _packed(time: int, keys: Sequence[int]) -> bytes:
-    """The use of a chain as 8 bytes each for its time and its keys."""
-    return array("Q", (time, *keys)).tobytes()
+    def by_slot(self, by_bit: NDArray[Any], column: NDArray[N]) -> NDArray[N]:
+        """Write each pod's best value into a column of zeros, which is returned."""
+        values = by_bit.take(self.bits).astype(column.dtype)
+        if self.single:
+            column[self.slots] = values
+        else:
+            np.maximum.at(column, self.slots, values)
+        return column

@@ -19,7 +19,7 @@ from random import Random
 
 from picker.config import load
 from tests.docs.pages import ROOT, Block
-from worker.files.store import resolve
+from text.models import resolve
 
 READY_SECONDS = 180.0  # on a busy machine
 BLOCK_SECONDS = 60.0

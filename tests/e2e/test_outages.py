@@ -156,11 +156,13 @@ async def test_a_picker_whose_event_loop_hangs(tmp_path: Path) -> None:
     """gRPC's threads answer Envoy's pings all the while."""
     async with running_site("standard", tmp_path, more=HANGS) as site:
         assert await once(site.http) == "served"
-        headers = JSON | {hanging_scorer.SECONDS: "7"}
+        go_on = tmp_path / "go on"
+        headers = JSON | {hanging_scorer.UNTIL: str(go_on)}
         hanging = asyncio.create_task(site.http.post(CHAT, data=chat(), headers=headers))
         await site.envoy.wait_for_stat("cluster.picker-grpc.membership_healthy", 0)
         assert not hanging.done()
         assert await once(site.http) == "no_picker"
+        go_on.touch()
         async with asyncio.timeout(DEADLINE), await hanging as response:
             assert response.status == 200
         await until_served(site.http)
@@ -201,12 +203,12 @@ async def test_a_draining_picker_finishes_its_streams_and_refuses_others(profile
 async def test_an_envoy_that_dies_leaves_nothing_in_flight(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tickets, "LEASE", 1)
     async with running_gateway(pods=1, profile=profile) as gateway:
         (pod,) = gateway.pods
         async with streaming(gateway, pod) as stream:
             assert await gateway.inflight() >= 1
             gateway.envoy.process.kill()
+            monkeypatch.setattr(tickets, "LEASE", 1)  # not before: a slow Envoy renews it late
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.content.read()
         await gateway.idle()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 
 from picker.director import Pick
 from picker.pool import Endpoint
+from picker.prefix.match import By
 from picker.refusal import Refusal
 from picker.request import parse
 from picker.schedule import Decision
@@ -18,11 +20,13 @@ ENDPOINTS = ("192.0.2.1:8000", "192.0.2.2:8000")
 
 
 class RecordingDirector:
-    """Makes real picks. `refusal` is raised instead when it is set."""
+    """Makes real picks. `refusal` is raised instead when it is set; `hold` makes picks wait."""
 
     def __init__(self, *endpoints: str) -> None:
         self.endpoints = endpoints or ENDPOINTS
         self.refusal: Refusal | None = None
+        self.hold: asyncio.Event | None = None
+        self.waiting = 0
         self.requests: list[Any] = []
         self.picks: list[Pick] = []
         self.moves: list[str] = []
@@ -37,12 +41,22 @@ class RecordingDirector:
         headers: Mapping[str, str],
         body: bytes | None,
         subset: tuple[str, ...] | None = None,
-    ) -> Pick:
+    ) -> Pick | Coroutine[None, None, Pick]:
         try:
-            return self.pick(parse(method, path, headers, body, subset=subset))
+            request = parse(method, path, headers, body, subset=subset)
+            return self.pick(request) if self.hold is None else self._pick_later(request)
         except Refusal as refusal:
             self.refused(refusal)
             raise
+
+    async def _pick_later(self, request: Any) -> Pick:
+        assert self.hold is not None
+        self.waiting += 1
+        try:
+            await self.hold.wait()
+        finally:
+            self.waiting -= 1
+        return self.pick(request)
 
     def pick(self, request: Any) -> Pick:
         self.requests.append(request)
@@ -66,6 +80,7 @@ class RecordingDirector:
             uncached_tokens=10,
             prompt_blocks=0,
             matched_blocks=0,
+            matched_by=By.NONE,
             picked_at=time.time(),
             _director=self,  # type: ignore[arg-type]
             _session=b"",

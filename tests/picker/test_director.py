@@ -52,6 +52,27 @@ def test_a_burst_between_two_scrapes_is_spread() -> None:
     assert sorted(pick.endpoint.address for pick in picks) == sorted(PODS * 3)
 
 
+@pytest.mark.parametrize("answered", ["first token", "end"])
+def test_answered_requests_are_no_queue_while_a_scrape_is_late(answered: str) -> None:
+    """A conversation stays on its pod, though no scrape has told of its turns yet."""
+    core = Core(PODS)
+    core.now += 1
+    core.director.pick(completion(LONG)).end(Outcome.COMPLETED)
+    (holder,) = holding(core, LONG)
+    for turn in range(50):
+        core.now += 0.01
+        pick = core.director.pick(completion(f"{LONG} {turn}"))
+        assert (pick.endpoint.address, waiting(core, pick.endpoint)) == (holder, 1)
+        if answered == "end":
+            pick.end(Outcome.COMPLETED)
+            assert waiting(core, pick.endpoint) == 0
+        else:
+            pick.first_token()
+            assert waiting(core, pick.endpoint) == 0
+            pick.end(Outcome.COMPLETED)
+            assert waiting(core, pick.endpoint) == 0, "counted once"
+
+
 def test_the_end_counts_once() -> None:
     core = Core(PODS)
     pick = core.director.pick(completion("Hello"))

@@ -50,7 +50,7 @@ def addresses(response: DiscoveryResponse) -> list[tuple[str, int]]:
 
 
 async def told(call: Any) -> DiscoveryResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         response = await call.read()
     await call.write(
         DiscoveryRequest(

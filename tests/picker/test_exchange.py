@@ -105,7 +105,7 @@ bodies = st.builds(
 cuts = st.lists(st.integers(0, 1 << 20), max_size=6)
 
 
-@given(bodies, cuts, st.booleans(), bodies, cuts, st.booleans(), st.booleans())
+@given(bodies, cuts, st.booleans(), bodies, cuts, st.booleans(), st.booleans(), st.booleans())
 def test_full_duplex_forwards_every_byte_in_order(
     body: bytes,
     body_cuts: list[int],
@@ -114,6 +114,7 @@ def test_full_duplex_forwards_every_byte_in_order(
     answer_cuts: list[int],
     answer_trailers: bool,
     empty_last: bool,
+    tells_length: bool,
 ) -> None:
     talk = Talk(DUPLEX)
     exchange = talk.exchange
@@ -143,18 +144,22 @@ def test_full_duplex_forwards_every_byte_in_order(
         assert trailers
         assert not body
 
-    assert exchange.response_headers(OK, False, None) == [Message.RESPONSE_HEADERS]
+    told = OK | ({"content-length": str(len(answer))} if tells_length else {})
+    assert exchange.response_headers(told, False, None) == [Message.RESPONSE_HEADERS]
     returned = pieces(answer, answer_cuts) + [b""] * empty_last
     out: list[Reply] = []
     for number, piece in enumerate(returned):
         assert talk.outcome is None
         end = number == len(returned) - 1 and not answer_trailers
         now = exchange.response_body(piece, end)
-        assert joined(now, Message.RESPONSE_BODY) == piece  # at once
+        if not tells_length:
+            assert joined(now, Message.RESPONSE_BODY) == piece  # at once
         out += now
     if answer_trailers:
         assert not exchange.over
-        assert exchange.response_trailers() == [Message.RESPONSE_TRAILERS]
+        *last, after = exchange.response_trailers()
+        assert after is Message.RESPONSE_TRAILERS
+        out += last
     else:
         assert isinstance(out[-1], Chunk)
         assert out[-1].end
@@ -416,6 +421,37 @@ def test_a_response_while_the_request_is_held_passes() -> None:
     assert talk.exchange.over
     talk.exchange.closed()
     assert talk.director.requests == []
+
+
+def test_the_last_byte_of_a_known_length_is_answered_with_the_end() -> None:
+    headers = OK | {"content-length": "5"}
+    for after, replies in (
+        (lambda talk: talk.exchange.response_body(b"", True), [(b"lo", True)]),
+        (lambda talk: talk.exchange.response_body(b"!", True), [(b"lo!", True)]),
+        (lambda talk: talk.exchange.response_body(b"!", False), [(b"lo!", False)]),
+        (lambda talk: talk.exchange.response_trailers(), [(b"lo", False), "trailers"]),
+    ):
+        talk = Talk(DUPLEX)
+        talk.send()
+        talk.exchange.response_headers(headers, False, None)
+        assert talk.exchange.response_body(b"hel", False) == [
+            Chunk(Message.RESPONSE_BODY, b"hel", False)
+        ]
+        assert talk.exchange.response_body(b"lo", False) == ()
+        assert len(talk.director.first_tokens) == 1
+        assert after(talk) == [
+            Message.RESPONSE_TRAILERS
+            if reply == "trailers"
+            else Chunk(Message.RESPONSE_BODY, *reply)
+            for reply in replies
+        ]
+
+
+def test_only_full_duplex_lets_the_last_byte_wait() -> None:
+    talk = Talk(DUPLEX, BodyMode.STREAMED)
+    talk.send()
+    talk.exchange.response_headers(OK | {"content-length": "2"}, False, None)
+    assert talk.exchange.response_body(b"{}", False) == [Message.RESPONSE_BODY]
 
 
 def test_a_stream_without_a_seen_end_is_aborted_with_what_was_told() -> None:

@@ -65,7 +65,7 @@ class Client:
 
     async def answer(self) -> Answer:
         answer = Answer()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not answer.complete:
                 head = await self.reader.readuntil(b"\r\n\r\n")
                 answer.feed(head)
@@ -76,7 +76,7 @@ class Client:
 
     async def closed(self) -> bytes:
         """What was left to read, once the other side has closed."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
 
@@ -296,6 +296,62 @@ async def test_a_fault_outside_of_routing_is_no_fault_of_the_client(
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_a_pick_that_waits_holds_up_nobody_else(picker: Picker, envoy: Client) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.hold = None
+    async with picker.client() as other:
+        other.send(post(BODY))
+        assert (await other.answer()).headers[DESTINATION] == ",".join(ENDPOINTS)
+    hold.set()
+    assert (await envoy.answer()).headers[DESTINATION] == ",".join(ENDPOINTS)
+    envoy.send(post(BODY))
+    assert (await envoy.answer()).status == 200
+    assert len(picker.director.picks) == 3
+
+
+async def test_a_refusal_after_waiting_goes_to_the_client(picker: Picker, envoy: Client) -> None:
+    picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.refusal = Refusal(429, "busy", "come again", retry_after=3)
+    picker.director.hold.set()
+    answer = await envoy.answer()
+    assert (answer.status, answer.headers["retry-after"]) == (429, "3")
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "asks again"])
+async def test_who_leaves_while_its_pick_waits_is_not_picked_for(
+    picker: Picker, leaves: bool
+) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    async with picker.client() as envoy:
+        envoy.send(post(BODY))
+        await until(lambda: picker.director.waiting == 1)
+        for _ in range(lean.SLOW + 1):
+            picker.server.sweep()
+        assert picker.director.waiting == 1
+        if not leaves:
+            envoy.send(post(BODY))
+            assert await envoy.closed() == b""
+    await until(lambda: picker.director.waiting == 0)
+    hold.set()
+    await until(lambda: not picker.server.connections)
+    assert picker.director.picks == []
+
+
+async def test_a_drain_waits_for_a_pick_that_waits(picker: Picker, envoy: Client) -> None:
+    picker.director.hold = asyncio.Event()
+    envoy.send(post(BODY))
+    await until(lambda: picker.director.waiting == 1)
+    drain = asyncio.create_task(picker.server.drain())
+    await until(lambda: picker.server.draining)
+    picker.director.hold.set()
+    assert (await envoy.answer()).headers["connection"] == "close"
+    drain.cancel()
+
+
 def hostile() -> Iterator[Any]:
     yield pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, id="TLS")
     yield pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, id="HTTP/2")
@@ -344,7 +400,7 @@ async def test_a_body_of_the_limit_passes(picker: Picker, envoy: Client) -> None
 
 async def test_a_client_that_waits_for_leave_gets_it(picker: Picker, envoy: Client) -> None:
     envoy.send(post(expect="100-continue").removesuffix(BODY))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await envoy.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     envoy.send(BODY)
     assert (await envoy.answer()).status == 200
@@ -447,7 +503,7 @@ async def test_drain_lets_what_has_begun_finish(picker: Picker) -> None:
             pick = picker.server.tickets.close(name)
             assert pick is not None
             pick.end(Outcome.COMPLETED)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await draining
 
 
@@ -455,7 +511,7 @@ async def test_drain_has_an_end() -> None:
     async with running(drain=Duration(0.01)) as picker, picker.client() as client:
         client.send(post()[:-5])
         await until(lambda: picker.server.held)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await picker.server.drain()
 
 

@@ -78,19 +78,28 @@ def test_a_pod_that_never_told_is_not_idle_but_unknown() -> None:
     assert scene.load.age(scene[B]) == inf
 
 
-def test_numbers_are_too_old_when_their_scrape_began_too_long_ago() -> None:
+def test_a_pod_is_not_trusted_once_it_has_left_us_without_an_answer_for_too_long() -> None:
     scene = Scene(A)
+    scene.load.asked(scene[A])
+    assert scene.row(A)["fresh"] is False, "it never answered"
     began = scene.clock.now
     scene.clock.now += 1.5  # the page took that long
     scene.load.report(scene[A], REPORT, began)
+    scene.clock.now = began + 10
+    assert scene.row(A)["fresh"] is True, "nobody asked it"
+    assert scene.load.age(scene[A]) == pytest.approx(10)
+    scene.load.asked(scene[A])
+    scene.clock.now += 1.5
+    scene.load.failed(scene[A], "no whole page within 1 s")
+    scene.load.asked(scene[A])
+    scene.clock.now = began + 10 + 2
     assert scene.row(A)["fresh"] is True
-    scene.clock.now = began + 2.0
-    assert scene.row(A)["fresh"] is True
-    scene.clock.now = began + 2.001
+    scene.clock.now += 0.001
     stale = scene.row(A)
-    assert stale["fresh"] is False
+    assert stale["fresh"] is False, "the first question counts"
     assert stale["waiting"] == 3.0, "the old number stays visible"
-    assert scene.load.age(scene[A]) == pytest.approx(2.001)
+    scene.load.asked(scene[A])
+    assert scene.row(A)["fresh"] is False
     scene.told(A)
     assert scene.row(A)["fresh"] is True
 
@@ -101,6 +110,7 @@ def test_failures_do_not_make_a_pod_look_idle_or_fresh() -> None:
     scene.load.failed(scene[A], "it answers with status 503")
     row, seen = scene.row(A), scene.load.describe(scene[A])
     assert (row["fresh"], row["waiting"], seen.error) == (True, 3.0, "it answers with status 503")
+    scene.load.asked(scene[A])
     scene.clock.now += 3
     scene.load.failed(scene[A], "again")
     assert scene.row(A)["fresh"] is False
@@ -112,6 +122,7 @@ def test_a_pod_that_nobody_listens_on_is_not_trusted_for_another_moment() -> Non
     scene = Scene(A)
     scene.told(A)
     scene.load.failed(scene[A], "cannot connect: Connection refused", unreachable=True)
+    scene.load.asked(scene[A])
     assert scene.row(A)["fresh"] is False
     assert scene.load.age(scene[A]) == 0.0
 
@@ -169,6 +180,22 @@ def test_a_scrape_erases_only_picks_from_before_it_began() -> None:
     scene.clock.now += 1
     scene.told(A)
     assert scene.row(A)["waiting"] == 3.0
+
+
+def test_what_is_known_to_be_answered_waits_no_more_however_late_the_scrape() -> None:
+    scene = Scene(A)
+    scene.told(A)
+    scene.clock.now += 1
+    first = scene.load.picked(scene[A], cold=False)
+    scene.clock.now += 1
+    second = scene.load.picked(scene[A], cold=False)
+    scene.load.waits_no_more(scene[A], second)
+    scene.load.waits_no_more(scene[A], second)
+    assert scene.row(A)["waiting"] == 3.0 + 1
+    scene.load.report(scene[A], REPORT, first)
+    assert scene.row(A)["waiting"] == 3.0
+    scene.load.waits_no_more(scene[A], first)
+    assert scene.row(A)["waiting"] == 3.0, "the page told of it already"
 
 
 def test_picks_of_a_pod_that_is_never_scraped_take_bounded_memory() -> None:
@@ -230,7 +257,7 @@ def test_what_happens_to_an_endpoint_that_is_gone_changes_nothing() -> None:
     old = scene[A]
     scene.told(A)
     scene.load.credit(old, 100)
-    scene.load.picked(old, cold=True)
+    picked_at = scene.load.picked(old, cold=True)
     scene.update(B)
     scene.update(A, B)
     assert scene[A].slot == old.slot
@@ -239,8 +266,10 @@ def test_what_happens_to_an_endpoint_that_is_gone_changes_nothing() -> None:
     scene.load.release(old, 100)
     scene.load.release_tokens(old, 100)
     scene.load.credit(old, 7)
+    scene.load.waits_no_more(old, picked_at)
     scene.load.picked(old, cold=True)
     scene.load.report(old, REPORT, scene.clock.now)
+    scene.load.asked(old)
     scene.load.failed(old, "gone")
     seen = scene.load.describe(scene[A])
     assert (seen.fresh, seen.age, seen.error) == (False, inf, None)
@@ -375,9 +404,10 @@ class LoadMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.scene = Scene()
         self.lives: list[Endpoint] = []
-        self.inflight: dict[Endpoint, list[int]] = {}
+        self.inflight: dict[Endpoint, list[tuple[int, float]]] = {}  # tokens, and when picked
         self.picks: dict[Endpoint, list[float]] = {}
-        self.report: dict[Endpoint, tuple[LoadReport, float]] = {}
+        self.report: dict[Endpoint, LoadReport] = {}
+        self.asked: dict[Endpoint, float] = {}  # since it answered, the first time
 
     @rule(addresses=st.sets(st.sampled_from(ADDRESSES)))
     def update(self, addresses: set[str]) -> None:
@@ -396,16 +426,19 @@ class LoadMachine(RuleBasedStateMachine):
         endpoint = self.any_life(data)
         if endpoint is not None:
             self.scene.load.credit(endpoint, tokens)
-            self.scene.load.picked(endpoint, cold=False)
+            picked_at = self.scene.load.picked(endpoint, cold=False)
             if endpoint.alive:
-                self.inflight[endpoint].append(tokens)
+                self.inflight[endpoint].append((tokens, picked_at))
                 self.picks[endpoint].append(self.scene.clock.now)
 
     @rule(data=st.data(), first_token=st.booleans())
     def end(self, data: st.DataObject, first_token: bool) -> None:
         endpoint = self.any_life(data)
         if endpoint is not None and self.inflight[endpoint]:
-            tokens = self.inflight[endpoint].pop()
+            tokens, picked_at = self.inflight[endpoint].pop()
+            self.scene.load.waits_no_more(endpoint, picked_at)
+            if picked_at in self.picks[endpoint]:
+                self.picks[endpoint].remove(picked_at)
             if first_token:
                 self.scene.load.release_tokens(endpoint, tokens)
                 tokens = 0
@@ -420,7 +453,15 @@ class LoadMachine(RuleBasedStateMachine):
             self.scene.load.report(endpoint, report, began)
             if endpoint.alive:
                 self.picks[endpoint] = [at for at in self.picks[endpoint] if at > began]
-                self.report[endpoint] = (report, began)
+                self.report[endpoint] = report
+                self.asked.pop(endpoint, None)
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        endpoint = self.any_life(data)
+        if endpoint is not None:
+            self.scene.load.asked(endpoint)
+            self.asked.setdefault(endpoint, self.scene.clock.now)
 
     @rule(seconds=st.floats(0.01, 1))
     def wait(self, seconds: float) -> None:
@@ -432,14 +473,17 @@ class LoadMachine(RuleBasedStateMachine):
         assert sorted(pods.addresses) == sorted(endpoints)
         for row, address in enumerate(pods.addresses):
             endpoint = endpoints[address]
-            report, began = self.report.get(endpoint, (LoadReport(), -inf))
+            report = self.report.get(endpoint, LoadReport())
             told = nan if report.waiting is None else report.waiting
             np.testing.assert_equal(
                 pods.waiting[row].item(), told + len(self.picks[endpoint]), address
             )
-            assert pods.fresh[row] == (began + 2.0 >= self.scene.clock.now)
+            answers = self.asked.get(endpoint, inf) + 2.0 >= self.scene.clock.now
+            assert pods.fresh[row] == (endpoint in self.report and answers)
             assert pods.inflight[row] == len(self.inflight[endpoint])
-            assert pods.inflight_tokens[row] == np.float32(sum(self.inflight[endpoint]))
+            assert pods.inflight_tokens[row] == np.float32(
+                sum(tokens for tokens, _ in self.inflight[endpoint])
+            )
 
 
 TestLoadMachine = LoadMachine.TestCase

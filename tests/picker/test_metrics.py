@@ -176,6 +176,8 @@ def test_gauges_show_the_pool_as_it_is_now() -> None:
     assert get(samples, "warmpath_pod_scrape_failing", **second) == 1
     size = get(samples, "inference_extension_prefix_indexer_size")
     assert size == core.prefix.blocks > 0
+    for address in PODS:
+        core.load.asked(core.endpoint(address))
     core.now += 100
     samples = read("".join(gauges.page()))
     assert get(samples, "inference_pool_ready_pods", **pool) == 0

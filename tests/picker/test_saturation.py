@@ -79,7 +79,7 @@ def test_a_request_that_ended_since_makes_room_before_the_pod_tells():
     sent_at = core.load.picked(core.endpoint(A), False)
     assert saturation.room() == 4
     core.load.release(core.endpoint(A), 10)
-    core.load.gone(core.endpoint(A), sent_at)
+    core.load.waits_no_more(core.endpoint(A), sent_at)
     assert saturation.room() == 5
 
 
@@ -109,9 +109,9 @@ def test_requests_in_flight_can_be_limited():
 
 def test_a_pod_that_tells_nothing_new_takes_no_more():
     core, saturation = scene(A, B)
-    core.now += 1.5
+    core.load.asked(core.endpoint(B))
+    core.now += 2.5
     tell(core, A, waiting=0)
-    core.now += 1.0
     assert saturation.room() == 5
     assert saturation.level == pytest.approx(0.5)
 

@@ -32,6 +32,7 @@ from tests.picker.ext_proc import (
     stream,
 )
 from tests.picker.recording import RecordingDirector
+from tests.picker.waiting import until
 
 BODY = b'{"model":"m","prompt":"hello"}'
 LISTEN = Listen(grpc=0, health=0)
@@ -49,7 +50,7 @@ class Picker:
 
     async def ended(self, count: int = 1) -> list[Outcome | None]:
         """The outcomes, once so many requests are over and no stream is left."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.director.ends) < count or self.server.streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         return [pick.outcome for pick in self.director.ends]
@@ -309,6 +310,46 @@ async def test_headers_in_either_field_repeated_and_in_any_bytes(
 # Refusals
 
 
+async def test_a_pick_that_waits_holds_up_nobody_else(picker: Picker, gateway: Gateway) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    await gateway.headers(POST)
+    await gateway.body(BODY)
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.hold = None
+    async with channel_to(picker.port) as channel:
+        other = stream(channel)
+        await other.headers(POST)
+        await other.body(BODY)
+        assert destination(await other.read())
+    hold.set()
+    assert destination(await gateway.read()) == "192.0.2.1:8000,192.0.2.2:8000"
+    answer = await gateway.read()
+    assert answer.request_body.response.body_mutation.streamed_response.body == BODY
+
+
+async def test_a_refusal_after_waiting_is_an_answer(picker: Picker, gateway: Gateway) -> None:
+    picker.director.hold = asyncio.Event()
+    await gateway.headers(POST)
+    await gateway.body(BODY)
+    await until(lambda: picker.director.waiting == 1)
+    picker.director.refusal = Refusal(429, "busy", "come again", retry_after=3)
+    picker.director.hold.set()
+    assert (await gateway.read()).immediate_response.status.code == 429
+
+
+async def test_who_leaves_while_its_pick_waits_is_not_picked_for(picker: Picker) -> None:
+    hold = picker.director.hold = asyncio.Event()
+    async with channel_to(picker.port) as channel:
+        gateway = stream(channel)
+        await gateway.headers(POST)
+        await gateway.body(BODY)
+        await until(lambda: picker.director.waiting == 1)
+    await until(lambda: picker.director.waiting == 0)
+    hold.set()
+    assert await picker.ended(0) == []
+    assert picker.director.picks == []
+
+
 async def test_a_refusal_is_an_answer_of_its_own(picker: Picker, gateway: Gateway) -> None:
     picker.director.refusal = Refusal(503, "no_endpoints", "none", retry_after=5)
     await gateway.headers()
@@ -468,7 +509,7 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         await gateway.headers(POST, True)
         await gateway.read()
         draining = asyncio.create_task(picker.server.drain())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 late = stream(channel)
                 try:
@@ -484,7 +525,7 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         await gateway.response_body(b"{}", True)
         await gateway.read()
         assert await gateway.ended() is grpc.StatusCode.OK
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await draining
     assert set(await picker.ended()) == {Outcome.COMPLETED}
 
@@ -500,7 +541,7 @@ async def test_draining_waits_for_no_other_service_and_not_for_ever() -> None:
         gateway = stream(channel)
         await gateway.headers(POST, True)
         await gateway.read()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await picker.server.drain()
         assert await picker.ended() == [Outcome.ABORTED]
         watch.cancel()

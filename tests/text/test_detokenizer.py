@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from text.byte_tokenizer import ByteTokenizer
 from text.detokenizer import Detokenizer, StopMatcher
+from text.models import resolve
 from text.tokenizer import Tokenizer
-from worker.files.store import resolve
 from worker.loader import open_model
 
 BYTES = ByteTokenizer()

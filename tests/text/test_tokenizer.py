@@ -18,9 +18,9 @@ from tests.worker.tiny import CHAT_TEMPLATE, tiny_tokenizer, write_gguf_model, w
 from text.byte_tokenizer import ByteTokenizer
 from text.chat_template import ChatTemplate
 from text.detokenizer import Detokenizer
+from text.models import resolve
 from text.tokenizer import ChatTemplateError, Tokenizer
 from worker.files.gguf_file import read_gguf
-from worker.files.store import resolve
 from worker.loader import ModelError, open_model
 
 SAMPLES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())

@@ -22,9 +22,9 @@ from tests.worker.tiny import (
     write_gguf_model,
     write_hf_model,
 )
+from text.models import resolve
 from worker.config import RopeScaling
 from worker.files.architecture import rope_factor
-from worker.files.store import resolve
 from worker.loader import Checkpoint, ModelError, open_model
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]

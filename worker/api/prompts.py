@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from text.asked import AskedError, Template, adds_special_tokens, of_chat, of_tokenize
 from text.chat_messages import ChatTemplateError
 from text.detokenizer import TokenBytes
 from worker.api.errors import ApiError, require, show
@@ -21,9 +22,6 @@ from worker.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, Tok
 T = TypeVar("T")
 
 INLINE_LENGTH = 4096  # characters; more go to a thread, which costs about as much as these
-RESERVED_KWARGS = frozenset(
-    {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
-)
 
 
 class Tokenizer(TokenBytes, Protocol):
@@ -85,7 +83,7 @@ class PromptReader:
         texts = [form for form in forms if isinstance(form, str)]
         for text in texts:
             self._check_text(text)
-        specials = request.add_special_tokens is not False
+        specials = adds_special_tokens(request.add_special_tokens)
         size = sum(map(len, texts))
         encoded = iter(await self._run(size, self._encode_all, texts, specials))
         prompts = []
@@ -101,19 +99,7 @@ class PromptReader:
         Raises:
             ApiError: the messages are malformed or too long, or the template refuses them.
         """
-        kwargs = dict(request.chat_template_kwargs or {})
-        if request.documents is not None:
-            kwargs["documents"] = request.documents
-        if request.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        ids = await self._chat_ids(
-            request.messages,
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            add_special_tokens=bool(request.add_special_tokens),
-            template_kwargs=kwargs,
-        )
+        ids = await self._chat_ids(request.messages, _read(of_chat, request))
         self._check_ids(ids)
         last = request.messages[-1]
         echoes = request.echo and last["role"] == request.response_role
@@ -122,18 +108,11 @@ class PromptReader:
     async def of_tokenize(self, request: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages; they may be more than the model can take."""
         if request.messages is not None:
-            return await self._chat_ids(
-                request.messages,
-                tools=request.tools,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=bool(request.continue_final_message),
-                add_special_tokens=bool(request.add_special_tokens),
-                template_kwargs=dict(request.chat_template_kwargs or {}),
-            )
+            return await self._chat_ids(request.messages, _read(of_tokenize, request))
         if request.prompt is None:
             raise ApiError("prompt: this field is required, or messages", param="prompt")
         self._check_text(request.prompt)
-        specials = request.add_special_tokens is not False
+        specials = adds_special_tokens(request.add_special_tokens)
         (ids,) = await self._run(len(request.prompt), self._encode_all, [request.prompt], specials)
         return ids
 
@@ -164,45 +143,19 @@ class PromptReader:
                 param="prompt",
             )
 
-    async def _chat_ids(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool,
-        add_special_tokens: bool,
-        template_kwargs: dict[str, Any],
-    ) -> list[int]:
+    async def _chat_ids(self, messages: list[dict[str, Any]], template: Template) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise ApiError("This model has no chat template: use /v1/completions")
-        if add_generation_prompt and continue_final_message:
-            raise ApiError(
-                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
-                param="continue_final_message",
-            )
-        for name in template_kwargs:
-            if name in RESERVED_KWARGS or not name.isidentifier() or name.startswith("_"):
-                raise ApiError(
-                    f"chat_template_kwargs cannot set {show(name)!r}", param="chat_template_kwargs"
-                )
         size = self._check_messages(messages)
 
         def encode() -> list[int]:
-            text = self._tokenizer.render_chat(
-                messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt is not False,
-                continue_final_message=continue_final_message,
-                **template_kwargs,
-            )
+            text = template.render(self._tokenizer, messages)
             self._check_text(text)
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, template.add_special_tokens)
 
         # How long a template takes over tools and variables of its own, nobody knows.
-        known = not tools and not template_kwargs
         try:
-            return await self._run(size if known else INLINE_LENGTH, encode)
+            return await self._run(size if template.is_plain else INLINE_LENGTH, encode)
         except ChatTemplateError as error:
             raise ApiError(str(error), param="messages") from None
         except RecursionError:
@@ -260,3 +213,11 @@ class PromptReader:
         if size < INLINE_LENGTH:
             return function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+def _read(of: Callable[[T], Template], request: T) -> Template:
+    """What a request asks of the chat template, or a 400."""
+    try:
+        return of(request)
+    except AskedError as error:
+        raise ApiError(str(error), param=error.param) from None

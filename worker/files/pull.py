@@ -17,6 +17,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from text.checked import one_line
+from text.models import StoreError
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -25,10 +26,6 @@ PullProgress = Callable[[int, int | None], None]  # bytes there so far, bytes in
 
 _POLL_SECONDS = 0.2
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS}
-
-
-class StoreError(ValueError):
-    """A model that is not here and cannot be fetched; the message is one line."""
 
 
 class Bundled(NamedTuple):

@@ -6,30 +6,16 @@ interrupted pull shows nothing, and two at once do the work once.
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.files.pull import BUNDLED, PullProgress, StoreError, pull_bundled, pull_from_hub
+from text.models import StoreError, cache_directory, home_of, is_name, resolve
+from worker.files.pull import BUNDLED, PullProgress, pull_bundled, pull_from_hub
 from worker.files.report import ModelReport, files_of, report, sha256
 
-__all__ = [
-    "ModelEntry",
-    "Pulled",
-    "StoreError",
-    "cache_directory",
-    "inspect",
-    "list_models",
-    "pull",
-    "resolve",
-]
-
-_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_NAME = re.compile(f"{_PART}(/{_PART})?")
 _PARTIAL = ".partial"
 
 
@@ -48,44 +34,18 @@ class Pulled(NamedTuple):
     fresh: bool  # False: it was there already
 
 
-def cache_directory() -> Path:
-    """Where pulled models are: in $WARMPATH_CACHE, else in the user's cache directory."""
-    override = os.environ.get("WARMPATH_CACHE")
-    if override:
-        return Path(override).expanduser() / "models"
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("warmpath", appauthor=False)) / "models"
-
-
-def resolve(name_or_path: str) -> Path:
-    """The file or directory of a model, given by path or by the name it was pulled as."""
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
-    if not _is_name(name_or_path):
-        raise StoreError(f"there is no model at {name_or_path!r}")
-    home = _home(name_or_path)
-    if not home.is_dir():
-        raise StoreError(
-            f"there is no model {name_or_path!r} here: pull it with "
-            f"`warmpath model pull {name_or_path}`, or give the path of a model"
-        )
-    return home
-
-
 def pull(name: str, progress: PullProgress, *, force: bool = False) -> Pulled:
     """Fetches a model unless it is here already; StoreError if it cannot be had.
 
     Names are those of `BUNDLED`, or of a repository of the Hugging Face hub, `org/name`.
     """
-    if not _is_name(name) or (name not in BUNDLED and "/" not in name):
+    if not is_name(name) or (name not in BUNDLED and "/" not in name):
         known = ", ".join(BUNDLED)
         raise StoreError(
             f"{name[:100]!r} is no model to pull: give {known}, or org/name for one of "
             "the Hugging Face hub"
         )
-    home = _home(name)
+    home = home_of(name)
     with _clear_about_the_disk(), _locked(home) as partial:
         if home.is_dir() and not force:
             _check_bundled(name, home)
@@ -117,15 +77,6 @@ def list_models() -> list[ModelEntry]:
 def inspect(name_or_path: str) -> ModelReport:
     """What a model is; StoreError or ModelError if it is not here or not usable."""
     return report(resolve(name_or_path))
-
-
-def _is_name(text: str) -> bool:
-    """Whether this can be a model's name: never a path out of the cache."""
-    return _NAME.fullmatch(text) is not None and "--" not in text
-
-
-def _home(name: str) -> Path:
-    return cache_directory() / name.replace("/", "--")
 
 
 def _put_in_place(ready: Path, home: Path) -> None:

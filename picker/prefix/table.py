@@ -1,0 +1,187 @@
+"""A hash table from 64-bit keys to dense row numbers, looked up many keys at a time.
+
+Row numbers are given out from 0 on and again when they are free, so that whatever is known of a key
+can lie in columns beside the table. What takes memory is what is used: every array is made at its
+largest at once, and the system gives it pages as they are written.
+
+The table is lines of 16 slots, 64 bytes each: one look at memory for each key. A slot is a row
+number, plus one, and some bits of the key's hash; 0 is empty. The few keys whose line is full are
+in a dict beside it. It grows by linear hashing (Litwin, 1980): a few lines at a time are split in
+two, so that no single insertion takes long. Lines are half full at most on average, and three
+quarters before they are split: 11 bytes a row.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
+Rows = NDArray[np.intp]
+
+NO_ROWS: Rows = np.empty(0, np.intp)
+_SLOTS = 16
+_ROWS_PER_LINE = 6  # on average; 12 in lines that are about to be split
+_FIRST_LINES = 64
+_SPLIT = 64  # lines split at once
+
+_32 = np.uint64(32)
+
+
+class Table:
+    """Keys and their rows."""
+
+    def __init__(self, max_rows: int) -> None:
+        """`max_rows`: what it can hold, below 2^31."""
+        self.max_rows = max_rows
+        self.keys: Keys = np.zeros(max_rows, np.uint64)  # by row; of free ones what was there last
+        self.top = 0  # rows from here on were never given out
+        self._free = np.zeros(max_rows, np.int32)  # a stack
+        self._num_free = 0
+        self._row_bits = max_rows.bit_length()
+        self._row_mask = np.uint32((1 << self._row_bits) - 1)
+        self._tag_shift = np.uint64(self._row_bits)  # of the mixed key: tags are its lowest bits
+        self._first = np.uint64(secrets.randbits(64) | 1)
+        self._second = np.uint64(secrets.randbits(64) | 1)
+        max_lines = max(_FIRST_LINES, max_rows // _ROWS_PER_LINE + 2 * _SPLIT)
+        self._lines = np.zeros((max_lines, _SLOTS), np.uint32)
+        self._flat = self._lines.reshape(-1)
+        self._num_lines = _FIRST_LINES
+        self._level = _FIRST_LINES  # a power of two: lines before splitting began anew
+        self._crowded = np.zeros(max_lines, np.bool_)  # lines with keys in:
+        self._beside: dict[int, dict[int, int]] = {}  # line: key: row
+
+    def __len__(self) -> int:
+        """Rows in use."""
+        return self.top - self._num_free
+
+    @property
+    def room(self) -> int:
+        """Rows that can be added."""
+        return self.max_rows - len(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """What has been written of its arrays."""
+        return self._num_lines * (4 * _SLOTS + 1) + self.top * 8 + self._num_free * 4
+
+    def find(self, keys: Keys) -> Rows:
+        """The row of each key, or -1."""
+        lines, tags = self._place(keys)
+        slots = self._lines.take(lines, axis=0)
+        slots ^= tags[:, None]
+        at = np.flatnonzero(slots <= self._row_mask)
+        rows = slots.reshape(-1).take(at).astype(np.intp)
+        rows -= 1
+        at >>= 4
+        right = self.keys.take(rows) == keys.take(at)
+        if len(at) == len(keys) and right.all():
+            return rows
+        found: Rows = np.full(len(keys), -1, np.intp)
+        found[at[right]] = rows[right]
+        if self._beside:
+            for position in np.flatnonzero((found < 0) & self._crowded.take(lines)).tolist():
+                beside = self._beside[int(lines[position])]
+                found[position] = beside.get(int(keys[position]), -1)
+        return found
+
+    def insert(self, keys: Keys) -> Rows:
+        """Give rows to these keys, all different, which have none; there must be room for them."""
+        count = len(keys)
+        reused = min(count, self._num_free)
+        rows: Rows = np.empty(count, np.intp)
+        if reused:
+            self._num_free -= reused
+            rows[:reused] = self._free[self._num_free : self._num_free + reused][::-1]
+        if reused < count:
+            rows[reused:] = np.arange(self.top, self.top + count - reused)
+            self.top += count - reused
+        assert self.top <= self.max_rows
+        self.keys[rows] = keys
+        while self._num_lines * _ROWS_PER_LINE < len(self):
+            self._split()
+        self._put(keys, rows)
+        return rows
+
+    def delete(self, rows: Rows) -> None:
+        """These rows, all different, are free; no key leads to them any more."""
+        keys = self.keys.take(rows)
+        lines, tags = self._place(keys)
+        wanted = tags | (rows + 1).astype(np.uint32)
+        at = np.flatnonzero(self._lines.take(lines, axis=0) == wanted[:, None])
+        owners = at >> 4
+        self._flat[(lines.take(owners) << 4) + (at & 15)] = 0
+        if len(at) != len(rows):
+            elsewhere = np.ones(len(rows), np.bool_)
+            elsewhere[owners] = False
+            for position in np.flatnonzero(elsewhere).tolist():
+                line = int(lines[position])
+                beside = self._beside[line]
+                del beside[int(keys[position])]
+                if not beside:
+                    del self._beside[line]
+                    self._crowded[line] = False
+        self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
+        self._num_free += len(rows)
+
+    def _place(self, keys: Keys) -> tuple[Rows, NDArray[np.uint32]]:
+        """Line and tag of each key; a tag is never 0."""
+        mixed = keys * self._first
+        mixed ^= mixed >> _32
+        mixed *= self._second
+        tags = (mixed << self._tag_shift).astype(np.uint32)  # the low bits, where slots have them
+        np.maximum(tags, self._row_mask + np.uint32(1), out=tags)
+        mixed >>= _32
+        spread = mixed.view(np.intp)
+        lines = spread & (2 * self._level - 1)
+        if self._num_lines < 2 * self._level:
+            lines -= np.where(lines >= self._num_lines, self._level, 0)
+        return lines, tags
+
+    def _put(self, keys: Keys, rows: Rows) -> None:
+        """Write rows into free slots of their lines."""
+        lines, slots = self._place(keys)
+        slots |= (rows + 1).astype(np.uint32)
+        order = lines.argsort()
+        lines = lines[order]
+        new = np.empty(len(lines), np.bool_)
+        new[:1] = True
+        np.not_equal(lines[1:], lines[:-1], out=new[1:])
+        first = np.flatnonzero(new)
+        free = np.flatnonzero(self._lines.take(lines[first], axis=0) == 0)
+        per_line = np.bincount(free >> 4, minlength=len(first))
+        group = new.cumsum()
+        group -= 1
+        rank = np.arange(len(lines))
+        rank -= first[group]
+        fits = rank < per_line[group]
+        which = (per_line.cumsum() - per_line)[group] + rank
+        if not fits.all():
+            for position in np.flatnonzero(~fits).tolist():
+                line, number = int(lines[position]), int(order[position])
+                self._beside.setdefault(line, {})[int(keys[number])] = int(rows[number])
+                self._crowded[line] = True
+            which, lines, order = which[fits], lines[fits], order[fits]
+        self._flat[(lines << 4) + (free[which] & 15)] = slots[order]
+
+    def _split(self) -> None:
+        """Spread the next lines over twice as many."""
+        first = self._num_lines - self._level
+        last = first + _SPLIT  # a level is a multiple of it
+        lines = self._lines[first:last]
+        slots = lines[lines != 0]
+        lines[:] = 0
+        rows = (slots & self._row_mask).astype(np.intp)
+        rows -= 1
+        crowded = np.flatnonzero(self._crowded[first:last]) + first
+        if len(crowded):
+            self._crowded[first:last] = False
+            beside = [row for line in crowded.tolist() for row in self._beside.pop(line).values()]
+            rows = np.concatenate((rows, np.array(beside, np.intp)))
+        self._num_lines += _SPLIT
+        if self._num_lines == 2 * self._level:
+            self._level = self._num_lines
+        if len(rows):
+            self._put(self.keys.take(rows), rows)
