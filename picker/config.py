@@ -30,6 +30,10 @@ class Size(int):
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 IndexBlocks = Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 26)]
 Few = Annotated[int, msgspec.Meta(ge=0, le=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -119,6 +123,59 @@ class Sessions(Section, frozen=True):
     ttl: Duration = Duration(300.0)
 
 
+class Identity(Section, frozen=True):
+    """Whose request it is. Of these, the first that tells names the tenant."""
+
+    keys: bool = False  # API keys, which `warmpath quota keys` makes; a wrong one is refused
+    claim: str = ""  # of a JWT, from where `payload` is: dots lead into objects; empty: none
+    payload: str = "jwt_payload"  # `payload_in_metadata` of Envoy's jwt_authn
+    # A header to be believed, such as x-gateway-inference-fairness-id; empty: none. Anybody who
+    # reaches the gateway can send one, unless the gateway sets or removes it.
+    header: str = ""
+    default: str = "default"  # the tenant of requests that nothing names
+    required: bool = False  # refuse these with 401 instead
+
+
+class Cost(Section, frozen=True):
+    """What a request of p prompt and o output tokens costs, which is what is shared fairly."""
+
+    input: Price = 1.0  # * p
+    output: Price = 2.0  # * o
+    product: Price = 0.0  # * p * o
+    output_squared: Price = 0.0  # * o * o
+    request: Price = 0.0
+
+
+class Saturation(Section, frozen=True):
+    """When a pod takes no more requests. All that is set here holds."""
+
+    waiting: Positive = 5  # requests in its queue
+    kv: Share = 0.8  # of its KV cache in use
+    inflight: Count = 0  # requests of ours on it; 0: any number
+
+
+class Flow(Section, frozen=True):
+    """The queue in front of busy pods."""
+
+    enabled: bool = False
+    order: Literal["fcfs", "deadline"] = "fcfs"  # of one tenant's requests
+    deadline_header: str = "x-slo-ttft-ms"  # milliseconds to the first token, for `deadline`
+    ttl: Duration = Duration(60.0)  # a request waits no longer; 0s: until its client leaves
+    max_requests: Count = 5000  # that wait; 0: any number
+    max_bytes: Size = Size(1024 * MIB)  # of their bodies; 0: any size
+    tenant_requests: Count = 1000  # of these, of one tenant
+    tenant_bytes: Size = Size(256 * MIB)
+    sheddable: Literal["reject", "queue"] = "reject"  # below priority 0, while all pods are busy
+    scale_from_zero: Literal["reject", "queue"] = "reject"  # while there is no pod
+    objective_header: str = "x-gateway-inference-objective"
+    objectives: dict[str, int] = {}  # what that names -> priority; others have 0
+    priority_header: str = ""  # tells the priority itself, to be believed; empty: none
+    weights: dict[str, float] = {}  # of tenants; others have 1
+    cost: Cost = Cost()
+    expect: Literal["none", "history"] = "none"  # charge expected output in advance
+    saturation: Saturation = Saturation()
+
+
 class Envoy(Section, frozen=True):
     """What `warmpath envoy` and `warmpath up` make of it."""
 
@@ -142,6 +199,8 @@ class Config(Section, frozen=True):
     prefix: Prefix = Prefix()
     scheduling: Scheduling = Scheduling()
     sessions: Sessions = Sessions()
+    identity: Identity = Identity()
+    flow: Flow = Flow()
     envoy: Envoy = Envoy()
     max_body: Size = Size(16 * MIB)
     usage: bool = True  # read token usage from responses
@@ -157,6 +216,9 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "prefix.fresh": ("0s", "1m"),
     "scheduling.picker.temperature": ("0.000001", "1000000"),
     "sessions.ttl": ("1s", "168h"),
+    "flow.ttl": ("0s", "168h"),
+    "flow.maxBytes": ("0", "1000GiB"),
+    "flow.tenantBytes": ("0", "1000GiB"),
     "envoy.timeout": ("0s", "168h"),
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it

@@ -24,6 +24,7 @@ MAX_ADAPTERS = 1024
 MAX_KEPT_LABELS = 4096  # bytes of a series' labels that are remembered as read
 MAX_DIGITS = 40  # of a number, with sign, point and exponent
 MAX_COUNT = 1e9  # more requests, tokens of a block or blocks than this are no count
+MAX_TOTAL = float(1 << 53)  # nor are more tokens, of a server's whole life
 
 # Possessive, so that no page makes them go back and forth.
 _LABELS = rb'(?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+'
@@ -46,6 +47,7 @@ class LoadReport:
     block_size: int | None = None  # tokens of a KV block
     num_blocks: int | None = None  # KV blocks of the pod
     adapters: Adapters | None = None
+    generated: float | None = None  # output tokens since the server began
 
     @property
     def kv_tokens(self) -> int | None:
@@ -75,6 +77,7 @@ class Engine:
     kv_usage: tuple[_Metric, ...]
     block_size: tuple[_Metric, ...]
     num_blocks: tuple[_Metric, ...]
+    generated: tuple[_Metric, ...] = ()
     used_blocks: tuple[_Metric, ...] = ()  # tells the usage where nothing else does
     adapters: bytes | None = None
 
@@ -97,6 +100,7 @@ ENGINES: Mapping[str, Engine] = {
         ),
         block_size=(_Metric(b"vllm:cache_config_info", label=b"block_size"),),
         num_blocks=(_Metric(b"vllm:cache_config_info", label=b"num_gpu_blocks"),),
+        generated=(_Metric(b"vllm:generation_tokens_total"),),
         adapters=b"vllm:lora_requests_info",
     ),
     "sglang": Engine(
@@ -113,6 +117,7 @@ ENGINES: Mapping[str, Engine] = {
             _Metric(b"sglang:cache_config_info", label=b"num_pages"),
             _Metric(b"sglang:num_pages"),
         ),
+        generated=(_Metric(b"sglang:generation_tokens_total"),),
     ),
     "trtllm": Engine(
         name="trtllm",
@@ -169,6 +174,7 @@ def parse(page: bytes, engine: Engine) -> LoadReport:
     kv_usage = found.mean(engine.kv_usage)
     block_size = found.greatest(engine.block_size)
     num_blocks = found.total(engine.num_blocks)
+    generated = found.total(engine.generated, MAX_TOTAL)
     if kv_usage is None and num_blocks:
         used = found.total(engine.used_blocks)
         kv_usage = None if used is None else used / num_blocks
@@ -179,6 +185,7 @@ def parse(page: bytes, engine: Engine) -> LoadReport:
         block_size=int(block_size or 0) or None,
         num_blocks=int(num_blocks or 0) or None,
         adapters=None if engine.adapters is None else found.adapters(engine.adapters),
+        generated=generated,
     )
 
 
@@ -196,8 +203,8 @@ class _Page:
         self._at = 0  # where the last search ended, at the beginning of a line
         self._families: dict[bytes, list[_Sample]] = {}
 
-    def total(self, metrics: tuple[_Metric, ...]) -> float | None:
-        numbers = self._numbers(metrics)
+    def total(self, metrics: tuple[_Metric, ...], most: float = MAX_COUNT) -> float | None:
+        numbers = self._numbers(metrics, most)
         return sum(numbers) if numbers else None
 
     def mean(self, metrics: tuple[_Metric, ...]) -> float | None:
@@ -222,7 +229,7 @@ class _Page:
             limit=int(min(_number(labels.get(b"max_lora", b"")) or 0, MAX_COUNT)),
         )
 
-    def _numbers(self, metrics: tuple[_Metric, ...]) -> list[float]:
+    def _numbers(self, metrics: tuple[_Metric, ...], most: float = MAX_COUNT) -> list[float]:
         """A number for each engine of the pod, from the first metric that has any."""
         for metric in metrics:
             where, label = metric.where, metric.label
@@ -233,7 +240,7 @@ class _Page:
                     continue
                 if label is not None:
                     number = _number(labels.values.get(label, b""))
-                if number is not None and number <= MAX_COUNT:
+                if number is not None and number <= most:
                     engine = labels.engine
                     by_engine[engine] = max(number, by_engine.get(engine, number))
             if by_engine:

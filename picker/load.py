@@ -86,6 +86,8 @@ class Load:
     ) -> None:
         """`stale_after`: seconds that a pod may leave us without an answer."""
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
+        # Told of each page, once the columns are from it.
+        self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
         self.clock = clock
         self._pool = pool
         self._stale_after = stale_after
@@ -235,6 +237,7 @@ class Load:
             if getattr(report, metric) is None and metric not in pod.missed:
                 pod.missed.add(metric)
                 log.warning("pod %s does not tell %s on its metrics page", endpoint.address, metric)
+        self.on_report(endpoint, report)
 
     def failed(self, endpoint: Endpoint, why: str, *, unreachable: bool = False) -> None:
         """A scrape failed. The old numbers stay; for how long they are trusted, `asked` says.
@@ -333,3 +336,7 @@ def _told(value: float | None) -> float:
 
 def _nobody(endpoint: Endpoint) -> None:
     """Hears of a pick when no scraper does."""
+
+
+def _nobody_reads(endpoint: Endpoint, report: LoadReport) -> None:
+    """Hears of a page when no flow control does."""

@@ -36,6 +36,7 @@ from picker.exchange import (
 )
 from picker.names import (
     DESTINATION,
+    JWT_NAMESPACE,
     LB_NAMESPACE,
     OWNED_HEADERS,
     REQUEST_ID,
@@ -132,6 +133,29 @@ def served_by(message: ProcessingRequest) -> str | None:
     for attributes in message.attributes.values():
         if "upstream.address" in attributes.fields:
             return str(attributes.fields["upstream.address"].string_value) or None
+    return None
+
+
+def jwt_claim(message: ProcessingRequest, payload: str, claim: str) -> str | None:
+    """A claim of the token that Envoy's jwt_authn has verified; None without one.
+
+    Args:
+        payload: jwt_authn's `payload_in_metadata`.
+        claim: its name; where there is none of it, dots lead into objects.
+    """
+    value = _metadata(message, JWT_NAMESPACE, payload)
+    if value is None:
+        return None
+    names = [claim] if claim in value.struct_value.fields else claim.split(".")
+    for name in names:
+        if name not in value.struct_value.fields:
+            return None
+        value = value.struct_value.fields[name]
+    match value.WhichOneof("kind"):
+        case "string_value":
+            return str(value.string_value)
+        case "number_value" if value.number_value.is_integer():
+            return str(int(value.number_value))
     return None
 
 

@@ -11,6 +11,8 @@ SERVED = "x-gateway-destination-endpoint-served"  # in dynamic metadata: the one
 LB_NAMESPACE = "envoy.lb"  # dynamic metadata of DESTINATION and SERVED
 SUBSET_HINT = "envoy.lb.subset_hint"  # dynamic metadata of SUBSET
 
+FAIRNESS_ID = "x-gateway-inference-fairness-id"  # the tenant, where this is believed
+
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY"))
 """Methods that are routed; httptools reads hardly more."""
 
@@ -49,6 +51,7 @@ RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP
 SET_RETRY_ON = "x-warmpath-set-retry-on"  # gRPC metadata: what the picker shall set RETRY_ON to
+JWT_NAMESPACE = "envoy.filters.http.jwt_authn"  # dynamic metadata of verified tokens
 USAGE_NAMESPACE = "warmpath"  # dynamic metadata that usage.lua sets
 
 # gRPC services

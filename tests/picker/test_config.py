@@ -27,6 +27,19 @@ scheduling:
   scorers: {prefix: 3, queue: {weight: 2}}
   picker: {type: softmax, fallbacks: 2, temperature: 0.5}
 sessions: {header: x-user, ttl: 1h}
+identity: {keys: true, claim: org.id, payload: jwt, header: x-tenant, default: rest, required: true}
+flow:
+  enabled: true
+  order: deadline
+  ttl: 0s
+  maxRequests: 10
+  maxBytes: 1MiB
+  tenantBytes: 0
+  objectives: {chat: 5, batch: -1}
+  weights: {alice: 2, bob: 0.5}
+  cost: {input: 2.1, output: 1, product: 0.04, outputSquared: 0.032, request: 11.46}
+  scaleFromZero: queue
+  saturation: {waiting: 3, kv: 0.9, inflight: 64}
 envoy: {listen: 80, profile: lean, failOpen: true, timeout: 5m, retries: 0}
 maxBody: 1000Mi
 usage: false
@@ -58,6 +71,11 @@ def test_a_whole_file_is_read() -> None:
     assert config.scheduling.scorers == {"prefix": 3, "queue": {"weight": 2}}
     assert config.scheduling.filters == ["fresh", {"label": {"role": "both"}}]
     assert config.sessions.ttl == 3600
+    assert (config.identity.claim, config.identity.header) == ("org.id", "x-tenant")
+    flow = config.flow
+    assert (flow.enabled, flow.ttl, flow.max_bytes, flow.tenant_bytes) == (True, 0, 1 << 20, 0)
+    assert (flow.objectives, flow.weights["bob"]) == ({"chat": 5, "batch": -1}, 0.5)
+    assert (flow.cost.output_squared, flow.saturation.inflight) == (0.032, 64)
     assert (config.envoy.fail_open, config.envoy.profile) == (True, "lean")
     assert (config.max_body, config.usage, config.drain) == (1000 << 20, False, 0)
 
@@ -112,6 +130,11 @@ def test_load_names_the_file(tmp_path: Path) -> None:
             "scheduling: {picker: {type: maxscore}}",
             "scheduling.picker.type: 'maxscore' is unknown; did you mean 'maxScore'?",
         ),
+        ("flow: {order: edf}", "flow.order: 'edf' is unknown; known: deadline, fcfs"),
+        ("flow: {ttl: -1}", "flow.ttl: -1 must be between 0s and 168h"),
+        ("flow: {saturation: {kv: 0}}", "flow.saturation.kv: expected a number, at least 0.01"),
+        ("flow: {cost: {inputs: 1}}", "flow.cost.inputs: unknown key; did you mean 'input'?"),
+        ("identity: {key: true}", "identity.key: unknown key; did you mean 'keys'?"),
         ("metrics: {engine: tgi}", "'tgi' is unknown; known: sglang, triton, trtllm, vllm"),
         ("listen: {grpc: 65536}", "listen.grpc: expected a whole number, at most 65535, got 65536"),
         ("listen: {grpc: -1}", "expected a whole number, at least 0, got -1"),

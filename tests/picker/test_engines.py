@@ -58,6 +58,7 @@ def test_real_pages_are_read_as_prometheus_client_reads_them(page: bytes) -> Non
     report = parse(page, VLLM)
     assert [report.waiting] == told(page, "vllm:num_requests_waiting")
     assert [report.running] == told(page, "vllm:num_requests_running")
+    assert [report.generated] == told(page, "vllm:generation_tokens_total")
     assert [report.kv_usage] == told(page, "vllm:kv_cache_usage_perc")
     assert str(report.block_size) == label_of(page, "vllm:cache_config_info", "block_size")
     assert str(report.num_blocks) == label_of(page, "vllm:cache_config_info", "num_gpu_blocks")
@@ -66,7 +67,7 @@ def test_real_pages_are_read_as_prometheus_client_reads_them(page: bytes) -> Non
 
 def test_the_busy_vllm_page() -> None:
     report = parse(PAGES["vllm, busy"], VLLM)
-    assert report == LoadReport(8.0, 16.0, 0.8421052631578947, 32, 96, None)
+    assert report == LoadReport(8.0, 16.0, 0.8421052631578947, 32, 96, generated=1719.0)
     assert report.kv_tokens == 3072
 
 
@@ -396,3 +397,10 @@ def test_when_the_process_began() -> None:
     assert start_time(page) == 1.79595036611e09
     assert start_time(b"vllm:num_requests_running 0\n") is None
     assert start_time(b"process_start_time_seconds soon\n") is None
+
+
+def test_a_server_may_have_generated_more_tokens_than_it_can_have_blocks() -> None:
+    name = b"vllm:generation_tokens_total"
+    page = name + b'{engine="0"} 5e9\n' + name + b'{engine="1"} 6e9'
+    assert parse(page, VLLM).generated == 11e9
+    assert parse(b"vllm:generation_tokens_total 1e30", VLLM).generated is None

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import tracemalloc
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    ProcessingRequest,
+    ProcessingResponse,
+)
 
 from picker.exchange import Message, Steer
-from picker.messages import encode
+from picker.messages import encode, jwt_claim
 from tests.picker.ext_proc import destination
 
 
@@ -20,3 +23,24 @@ def test_names_that_clients_make_up_are_not_kept() -> None:
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 1_000_000
+
+
+def verified(payload: dict[str, object]) -> ProcessingRequest:
+    """A request whose token Envoy's jwt_authn has put into metadata."""
+    message = ProcessingRequest()
+    metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
+    metadata.update({"jwt_payload": payload})
+    return message
+
+
+def test_claims_of_a_verified_token() -> None:
+    message = verified(
+        {"sub": "alice", "https://x.org/team": "red", "org": {"id": 42}, "roles": ["a"], "f": 1.5}
+    )
+    assert jwt_claim(message, "jwt_payload", "sub") == "alice"
+    assert jwt_claim(message, "jwt_payload", "https://x.org/team") == "red"
+    assert jwt_claim(message, "jwt_payload", "org.id") == "42"
+    for claim in ("aud", "org", "org.name", "sub.x", "roles", "f", ""):
+        assert jwt_claim(message, "jwt_payload", claim) is None
+    assert jwt_claim(message, "other", "sub") is None
+    assert jwt_claim(ProcessingRequest(), "jwt_payload", "sub") is None

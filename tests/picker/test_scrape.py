@@ -249,7 +249,7 @@ async def eventually(event: asyncio.Event) -> None:
 async def test_a_pods_page_becomes_its_load() -> None:
     async with scene_of(sends(page(VLLM_PAGE))) as scene:
         report = await scene.scrape()
-        assert report == LoadReport(8.0, 16.0, 0.8421052631578947, 32, 96)
+        assert report == LoadReport(8.0, 16.0, 0.8421052631578947, 32, 96, generated=1719.0)
         (pod,) = scene.pods
         seen = scene.load.describe(scene.pool.endpoints[pod.address])
         assert (seen.fresh, seen.waiting, seen.running, seen.kv_tokens) == (True, 8, 16, 3072)

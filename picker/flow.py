@@ -1,0 +1,331 @@
+"""Flow control: requests wait here while all pods are busy, and go in an order fair to tenants.
+
+Higher priorities go first. Within a priority VTC says which tenant is next, and within a tenant
+the first that came, or the one with the earliest deadline. Nothing is polled: requests go when
+one ends, or when a pod tells that it has room.
+
+Whoever calls `wait` calls `left` in the end, whatever happened, also when the wait was cancelled;
+and `picked` in between, as soon as the load counts the request on its pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Collection, Mapping
+from math import ceil, inf
+from typing import Protocol
+
+from picker.config import Flow as Settings
+from picker.cost import Cost, TokenCost
+from picker.flow_queue import FlowQueue, Full
+from picker.lengths import Lengths
+from picker.objectives import Objectives
+from picker.refusal import Refusal
+from picker.waiting import Band, Stage, Visit
+
+ROOM_SECONDS = 0.05  # that a known room is used up in, before it is looked at again
+MAX_RETRY_SECONDS = 60
+NO_PODS_RETRY_SECONDS = 5
+PACE = 0.1  # weight of the latest in the mean time between dispatches
+SLACK = 64  # timers of visits that are over, which are borne before the heap is made anew
+
+
+class Room(Protocol):
+    """What flow control asks of the pods; `saturation.Saturation` in full."""
+
+    @property
+    def num_pods(self) -> int: ...
+
+    def room(self) -> int:
+        """How many more requests they can take, without those that they do not know of yet."""
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Loop(Protocol):
+    """What flow control asks of asyncio's loop, and of one that runs in virtual time."""
+
+    def time(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer: ...
+    def create_future(self) -> asyncio.Future[None]: ...
+
+
+class Flow:
+    """Flow control of one pool."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pods: Room,
+        *,
+        cost: Cost | None = None,
+        weight: Callable[[str], float] | None = None,
+        loop: Callable[[], Loop] = asyncio.get_running_loop,
+    ) -> None:
+        """
+        Args:
+            cost: of a request; None: as set.
+            weight: of a tenant, above 0; None: as set.
+
+        Raises:
+            ValueError: something set is out of range.
+        """
+        self._settings = settings
+        self._pods = pods
+        self._loop = loop
+        self._objectives = Objectives(settings)
+        self._lengths = Lengths() if settings.expect == "history" else None
+        self._queue = FlowQueue(
+            settings,
+            token_cost(settings) if cost is None else cost,
+            self._objectives.weight if weight is None else weight,
+        )
+        self._room = 0  # requests that may go before it is asked for again
+        self._room_until = -inf
+        self._sending = 0  # visits that were let go, and that the load does not know of yet
+        self._expiries: list[tuple[float, int, Visit]] = []  # a heap
+        self._timer: Timer | None = None
+        self._timer_at = inf
+        self._pace = 0.0  # seconds between dispatches from the queue; 0.0: not known
+        self._last_dispatch = 0.0  # or the time since which something waits
+        self._closed = False
+        self.running = 0  # visits that were let go and have not ended
+        self.passed = 0  # visits that did not have to wait
+        self.dispatched = 0  # visits that had to, and went
+
+    @property
+    def bands(self) -> Collection[Band]:
+        """Priorities that were seen lately, with what waits there and its tenants' counters."""
+        return self._queue.bands.values()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._queue.amount.requests
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._queue.amount.size
+
+    # A visit
+
+    def visit(
+        self,
+        tenant: str,
+        headers: Mapping[str, str],
+        *,
+        prompt_tokens: int = 0,
+        size: int = 0,
+        most_output: int | None = None,
+    ) -> Visit:
+        """A request that is about to come.
+
+        Args:
+            headers: names in lower case.
+            size: bytes that it holds while it waits.
+            most_output: tokens, where the request limits them.
+        """
+        expected = 0
+        if self._lengths is not None:
+            expected = self._lengths.expected(tenant, most_output)
+        return Visit(
+            tenant,
+            self._objectives.priority(headers),
+            prompt_tokens,
+            size,
+            expected,
+            most_output,
+            self._loop().time() + self._objectives.patience(headers),
+        )
+
+    def wait(self, visit: Visit) -> asyncio.Future[None] | None:
+        """A request comes. None: it may go at once; else await the future.
+
+        Raises:
+            Refusal: 429 or 503, from here or from the future: the queue is full, or the request
+                waited too long in it or gave way to another, or the picker ends.
+        """
+        if self._closed:
+            raise _ending()
+        if not self._pods.num_pods and self._settings.scale_from_zero == "reject":
+            raise _no_pods()
+        loop = self._loop()
+        now = visit.arrived = loop.time()
+        if not self.waiting:
+            if self._room <= 0 or now >= self._room_until:
+                self._look(now)
+            if self._room > 0:
+                self._pass(visit)
+                return None
+        if visit.priority < 0 and self._settings.sheddable == "reject":
+            raise self._refusal("saturated", "all pods are busy, and the priority is below 0")
+        return self._enqueue(visit, now, loop)
+
+    def picked(self, visit: Visit) -> None:
+        """The load counts the request on its pod from now on."""
+        if visit.stage is Stage.SENT:
+            visit.stage = Stage.PICKED
+            self._sending -= 1
+
+    def streamed(self, visit: Visit, tokens: int) -> None:
+        """The answer has so many tokens by now, as counted or estimated."""
+        if visit.stage is Stage.PICKED and visit.band is not None and visit.account is not None:
+            if visit.most_output is not None:
+                tokens = min(tokens, visit.most_output)
+            visit.band.vtc.output(visit.account, tokens)
+
+    def left(
+        self, visit: Visit, prompt_tokens: int | None = None, output_tokens: int | None = None
+    ) -> None:
+        """The request is over, wherever it was. Only the first call counts.
+
+        Tokens are those that the pod told; None: those that are known.
+        """
+        stage, visit.stage = visit.stage, Stage.OVER
+        if stage is Stage.WAITING:
+            self._queue.remove(visit, dispatch=False)
+        elif stage is Stage.SENT or stage is Stage.PICKED:
+            assert visit.band is not None and visit.account is not None
+            self.running -= 1
+            if stage is Stage.PICKED:
+                visit.band.vtc.settle(visit.account, prompt_tokens, output_tokens)
+                if self._lengths is not None and output_tokens is not None:
+                    self._lengths.learn(visit.tenant, output_tokens)
+            else:
+                self._sending -= 1
+                visit.band.vtc.cancel(visit.account)
+            if self.waiting:
+                self._serve()
+
+    # What happens elsewhere
+
+    def wake(self) -> None:
+        """There may be more room, or less: a pod told its load."""
+        self._room_until = -inf
+        if self.waiting:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Let go whom there is room for."""
+        now = self._loop().time()
+        self._look(now)
+        while self._room > 0 and (visit := self._queue.first()) is not None:
+            future = visit.future
+            assert future is not None
+            if future.cancelled():  # its client left, and `left` is about to say so
+                self._drop(visit)
+                continue
+            self._queue.remove(visit, dispatch=True)
+            self._let_go(visit)
+            visit.waited = now - visit.arrived
+            self.dispatched += 1
+            gap, self._last_dispatch = now - self._last_dispatch, now
+            self._pace += (PACE if self._pace else 1.0) * (gap - self._pace)
+            future.set_result(None)
+
+    def close(self) -> None:
+        """Refuse all that waits, and all that comes."""
+        self._closed = True
+        while (visit := self._queue.first()) is not None:
+            self._drop(visit, _ending())
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Going
+
+    def _look(self, now: float) -> None:
+        self._room = self._pods.room() - self._sending
+        self._room_until = now + ROOM_SECONDS
+
+    def _pass(self, visit: Visit) -> None:
+        """Go without having waited."""
+        band = visit.band = self._queue.band(visit.priority)
+        band.pass_by(visit)
+        self._let_go(visit)
+        visit.waited = 0.0
+        self.passed += 1
+
+    def _let_go(self, visit: Visit) -> None:
+        visit.stage = Stage.SENT
+        self._room -= 1
+        self._sending += 1
+        self.running += 1
+
+    # Waiting
+
+    def _enqueue(self, visit: Visit, now: float, loop: Loop) -> asyncio.Future[None]:
+        try:
+            while (victim := self._queue.victim(visit)) is not None:
+                why = "requests of higher priority, or of tenants with fewer, took its place"
+                self._drop(victim, self._refusal("displaced", why))
+        except Full as full:
+            raise self._refusal(full.reason, str(full)) from None
+        if not self.waiting:
+            self._last_dispatch = now
+        number = self._queue.add(visit)
+        visit.stage = Stage.WAITING
+        visit.future = loop.create_future()
+        if self._settings.ttl:
+            self._expire_at(now + self._settings.ttl, number, visit, loop)
+        return visit.future
+
+    def _drop(self, visit: Visit, why: Refusal | None = None) -> None:
+        """A waiting visit goes nowhere; None: nobody listens any more."""
+        visit.stage = Stage.OVER
+        self._queue.remove(visit, dispatch=False)
+        if why is not None and visit.future is not None and not visit.future.done():
+            visit.future.set_exception(why)
+
+    def _refusal(self, reason: str, message: str) -> Refusal:
+        """Of a request for which there is no room; without pods that is not for others' sake."""
+        if not self._pods.num_pods:
+            return _no_pods()
+        seconds = ceil(self._pace * max(1, self.waiting))
+        return Refusal(429, reason, message, retry_after=min(max(1, seconds), MAX_RETRY_SECONDS))
+
+    # Time
+
+    def _expire_at(self, when: float, number: int, visit: Visit, loop: Loop) -> None:
+        heap = self._expiries
+        heapq.heappush(heap, (when, number, visit))
+        if len(heap) > 2 * self.waiting + SLACK:
+            heap[:] = [entry for entry in heap if entry[2].stage is Stage.WAITING]
+            heapq.heapify(heap)
+        if when < self._timer_at:
+            self._set_timer(when, loop)
+
+    def _set_timer(self, when: float, loop: Loop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when == inf else loop.call_at(when, self._expire)
+        self._timer_at = when
+
+    def _expire(self) -> None:
+        """End what has waited too long, and set the timer for the next."""
+        loop = self._loop()
+        now = loop.time()
+        heap = self._expiries
+        while heap and (heap[0][0] <= now or heap[0][2].stage is not Stage.WAITING):
+            visit = heapq.heappop(heap)[2]
+            if visit.stage is Stage.WAITING:
+                why = f"no pod had room for the request within {self._settings.ttl:g} s"
+                self._drop(visit, self._refusal("queue_timeout", why))
+        self._set_timer(heap[0][0] if heap else inf, loop)
+
+
+def token_cost(settings: Settings) -> TokenCost:
+    """The cost that is set."""
+    cost = settings.cost
+    return TokenCost(cost.input, cost.output, cost.product, cost.output_squared, cost.request)
+
+
+def _no_pods() -> Refusal:
+    why = "the pool has no endpoint"
+    return Refusal(503, "no_endpoints", why, retry_after=NO_PODS_RETRY_SECONDS)
+
+
+def _ending() -> Refusal:
+    return Refusal(503, "draining", "the picker is ending", retry_after=1)
