@@ -51,7 +51,10 @@ def flag(found: Fields, name: str) -> bool | None:
     known = _USUAL.get(written)
     if known is not None or not written or written[0] in b"[{":
         return known
-    value = msgspec.json.decode(written)
+    try:
+        value = msgspec.json.decode(written)
+    except msgspec.DecodeError:  # a number that is too large
+        return None
     return _FLAGS.get(value.lower() if isinstance(value, str) else value)
 
 

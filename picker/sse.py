@@ -43,10 +43,7 @@ class UsageStripper:
             passed, chunk = chunk[:rest], chunk[rest:]
             self._before = None
         data = self._begun + chunk if self._begun else chunk
-        end = _end_of_last(data)
-        whole, self._begun = (data, b"") if end == len(data) else (data[:end], data[end:])
-        if _MARK in whole:
-            whole = _without_extra(whole)
+        whole, self._begun = _split(data)
         if len(self._begun) > MAX_EVENT:
             whole += self._begun
             self._before, self._begun = self._begun[-2:], b""
@@ -58,22 +55,19 @@ class UsageStripper:
         return b"" if _is_extra(left) else left
 
 
-def _end_of_last(data: bytes) -> int:
-    """Bytes up to the end of the last event that is complete."""
-    ends = [found + len(end) for end in (b"\n\n", b"\n\r\n") if (found := data.rfind(end)) >= 0]
-    return max(ends, default=0)
-
-
-def _without_extra(events: bytes) -> bytes:
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """The complete events but for extra ones, and what comes after them."""
+    if data.endswith(b"\n\n") and _MARK not in data:
+        return data, b""
     kept: list[bytes] = []
     start = 0
-    for end in _END.finditer(events):
-        event = events[start : end.end()]
+    for end in _END.finditer(data):
+        event = data[start : end.end()]
         if _is_extra(event):
             event = event[: len(event) - len(event.lstrip(b"\r\n"))]  # empty lines before it
         kept.append(event)
         start = end.end()
-    return b"".join((*kept, events[start:]))
+    return b"".join(kept), data[start:]
 
 
 class _Chunk(msgspec.Struct):

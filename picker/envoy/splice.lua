@@ -20,6 +20,7 @@ end
 
 local function is_extra(event)
   return #event <= MAX_EVENT
+    and string.find(event, "}%s*$") ~= nil
     and string.find(event, '"usage"%s*:%s*{') ~= nil
     and string.find(event, '"choices"%s*:%s*%[%s*%]') ~= nil
 end
