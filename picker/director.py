@@ -10,7 +10,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,7 @@ from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
+from picker.splice import Splice, ask_for_usage
 from picker.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Pick:
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
+    splice: Splice | None = None  # what its body is changed by on its way
     status: int | None = None
     first_token_seconds: float | None = None
     usage: Usage | None = None
@@ -125,7 +127,14 @@ class Director:
         metrics: PickerMetrics,
         journal: Journal,
         models: frozenset[str] = frozenset(),
+        wants_usage: Callable[[LLMRequest], bool] | None = None,
     ) -> None:
+        """
+        Args:
+            wants_usage: whether somebody counts the tokens of a stream. If its client did not ask
+                for them, the server is asked, and what it adds to the stream is taken out again.
+        """
+        self.wants_usage = wants_usage
         self._pool = pool
         self._load = load
         self._prefix = prefix
@@ -220,6 +229,7 @@ class Director:
             picked_at=time.time(),
             _director=self,
             _session=session,
+            splice=self._splice(request),
             _credited_tokens=uncached,
         )
         self._load.credit(endpoint, uncached)
@@ -242,6 +252,11 @@ class Director:
             why = "no endpoint of the pool is in the subset"
             raise Refusal(503, "empty_subset", why, retry_after=RETRY_SECONDS)
         return rows
+
+    def _splice(self, request: LLMRequest) -> Splice | None:
+        if not request.stream or self.wants_usage is None or not self.wants_usage(request):
+            return None
+        return ask_for_usage(request.body, request.stream_options)
 
     def moved(self, pick: Pick, address: str) -> None:
         """Another endpoint than the picked one serves a pick: all that it brought goes there.

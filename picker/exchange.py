@@ -29,6 +29,11 @@ How streams end, seen on Envoy 1.40:
   complete response and a cut one cannot be told apart there; its status has to do.
 * Trailers after a buffered body leave that body without end of stream; so does a body that
   BUFFERED_PARTIAL cut.
+
+A pick may change the request's body (`splice`), so that the server tells the usage of a stream. It
+is done where we answer with the body, in full duplex or buffered, and where all of the response's
+body is shown to us, so that what the server adds for it can be taken out again. Elsewhere the body
+goes as it came, and the pick's splice is taken back.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from typing import NamedTuple
 from picker.director import Outcome, Pick
 from picker.names import METHODS, OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
 from picker.refusal import Refusal
+from picker.sse import UsageStripper
 from picker.usage import UsageReader
 
 MAX_CHUNK = 62_000  # bytes of a body in one answer, as the reference picker has it
@@ -77,6 +83,7 @@ class Steer:
     remove: tuple[str, ...]  # headers that the client sent, besides OWNED_HEADERS
     retry_on: str | None = None  # for the header RETRY_ON, unless None
     responses_off: BodyMode | None = None  # see Await
+    body: bytes | None = None  # in place of the one that this answers, with its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,15 @@ class Chunk:
     end: bool
 
 
-Reply = Message | Steer | Await | Chunk | Refusal
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Other bytes in place of those that this answers, outside of full duplex."""
+
+    message: Message
+    data: bytes
+
+
+Reply = Message | Steer | Await | Chunk | Replace | Refusal
 
 
 class Ask(NamedTuple):
@@ -107,6 +122,11 @@ class Ask(NamedTuple):
     body: bytes | None  # None: it was not shown to us, or not all of it
     subset: tuple[str, ...] | None  # endpoints that it may go to; None: all
 
+
+# Of a request whose body changes on its way in full duplex, where nobody waits for its length. The
+# answer is to be read, so it may not be compressed.
+RESIZED = ("content-length", "accept-encoding")
+REPLACED = ("accept-encoding",)
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
@@ -137,6 +157,7 @@ class Exchange:
         "_response_mode",
         "_response_started",
         "_retry_on",
+        "_stripper",
         "_subset",
         "_tell_refusal",
         "_usage",
@@ -179,6 +200,7 @@ class Exchange:
         self._body_unseen = False  # of the response
         self._events = False  # whether the response is a stream of them
         self._usage: UsageReader | None = None
+        self._stripper: UsageStripper | None = None
         self._left = -1  # bytes of the response's body to come; below 0 when that is not known
         self._last_piece = b""  # of the response's body, which waits for the end of the stream
         self.over = False  # nothing more will be said: the stream can be ended
@@ -269,12 +291,15 @@ class Exchange:
 
     def routed(self, pick: Pick) -> Sequence[Reply]:
         """The endpoint for what was asked."""
-        self.asks = None
+        ask, self.asks = self.asks, None
         self._request_done = True
         self._pick = pick
-        replies: list[Reply] = [self._steer(pick)]
+        changed = self._changed(pick, None if ask is None else ask.body)
+        replies: list[Reply] = [self._steer(pick, changed)]
         if self._released is not None:
             body, trailers = self._released
+            if changed is not None:
+                body = changed
             self._released = None
             if body or not trailers:
                 replies += _pieces(Message.REQUEST_BODY, body, end=not trailers)
@@ -287,21 +312,39 @@ class Exchange:
         self._give_up()
         return [refusal]
 
-    def _steer(self, pick: Pick) -> Steer:
+    def _changed(self, pick: Pick, body: bytes | None) -> bytes | None:
+        """The request's body by the pick's splice; None where there is none, or no way for it."""
+        if pick.splice is None:
+            return None
+        if (
+            body is None
+            or not self._read_usage
+            or self._request_mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
+            or self._response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # not all is shown
+        ):
+            pick.splice = None
+            return None
+        return pick.splice.apply(body)
+
+    def _steer(self, pick: Pick, changed: bytes | None) -> Steer:
         headers = self._headers
         assert headers is not None
-        owned = tuple(
+        remove = tuple(
             name
             for name in headers
             if name.startswith(OWNED_PREFIXES) and name not in _ALWAYS_REMOVED
         )
+        replaced = self._carrier is Message.REQUEST_BODY
+        if changed is not None:
+            remove += REPLACED if replaced else RESIZED
         return Steer(
             self._carrier,
             pick.destination,
             None if headers.get(REQUEST_ID) == pick.request_id else pick.request_id,
-            owned,
+            remove,
             self._retry_on,
-            self._responses_off() if self._carrier is Message.REQUEST_HEADERS else None,
+            None if replaced else self._responses_off(),
+            changed if replaced else None,
         )
 
     def _responses_off(self) -> BodyMode | None:
@@ -355,6 +398,9 @@ class Exchange:
             if headers.get("content-encoding", "identity") == "identity":
                 kind = headers.get("content-type", "")
                 self._events = kind.startswith("text/event-stream")
+                asked = self._pick.splice is not None and status.startswith("2")
+                if asked and self._events and self._left < 0:
+                    self._stripper = UsageStripper()
                 if self._read_usage:
                     self._usage = UsageReader(kind)
         if end:
@@ -379,12 +425,25 @@ class Exchange:
             if data and not self._left and not end:
                 self._last_piece = data
                 return _NO_REPLY
+        if self._stripper is not None:
+            return self._strip(self._stripper, data, end)
         return self._pass_body(Message.RESPONSE_BODY, self._response_mode, data, end)
+
+    def _strip(self, stripper: UsageStripper, data: bytes, end: bool) -> Sequence[Reply]:
+        """Pass a piece of a stream without the usage that its client did not ask for."""
+        left = stripper.feed(data)
+        if end or self._response_mode is BodyMode.BUFFERED:
+            left += stripper.finish()
+        if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            return _pieces(Message.RESPONSE_BODY, left, end=end) if left or end else _NO_REPLY
+        return [Message.RESPONSE_BODY if left == data else Replace(Message.RESPONSE_BODY, left)]
 
     def response_trailers(self) -> Sequence[Reply]:
         self._complete()
         self.over = True
         last = self._with_last_piece(b"")
+        if self._stripper is not None and self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            last += self._stripper.finish()
         pieces = _pieces(Message.RESPONSE_BODY, last, end=False) if last else []
         return [*pieces, Message.RESPONSE_TRAILERS]
 

@@ -28,9 +28,11 @@ from picker.names import (
     REFUSED,
     REQUEST_ID,
     RETRY_AFTER,
+    SPLICE,
     STREAM,
 )
 from picker.refusal import Refusal
+from picker.splice import Splice
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class LeanServer:
     def __init__(self, director: Director, config: Config) -> None:
         self.director = director
         self.max_body = config.max_body
+        self.reads_usage = config.usage
         self.tickets = Tickets()
         self.connections: set[Connection] = set()
         self.held = 0  # bytes of unfinished bodies
@@ -340,11 +343,17 @@ class Connection(asyncio.Protocol):
             self._answer(answer)
 
     def _picked(self, pick: Pick, name: str, told: str | None) -> str:
-        """The answer's header; `name` is the stream's, `told` the request id that came."""
+        """The answer's headers; `name` is the stream's, `told` the request id that came."""
         self._server.tickets.open(name, pick)
-        if pick.request_id == told:
-            return pick.destination
-        return f"{pick.destination}\r\n{REQUEST_ID}: {pick.request_id}"  # the client's was unfit
+        lines = pick.destination
+        if pick.request_id != told:  # the client's was unfit
+            lines += f"\r\n{REQUEST_ID}: {pick.request_id}"
+        if pick.splice is not None:
+            if self._server.reads_usage:
+                lines += _splice(pick.splice)
+            else:
+                pick.splice = None
+        return lines
 
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""
@@ -380,6 +389,11 @@ class Connection(asyncio.Protocol):
         self._server.held -= self._length
         self._length = 0
         self._body = []
+
+
+def _splice(splice: Splice) -> str:
+    """The header by which Envoy changes the body, for splice.lua."""
+    return f"\r\n{SPLICE}: {splice.offset} {splice.drop} {splice.text.decode('ascii')}"
 
 
 def _refused(refusal: Refusal, end: bytes, *, no_body: bool) -> bytes:

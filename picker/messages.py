@@ -26,11 +26,13 @@ from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
 from picker.exchange import (
+    RESIZED,
     Await,
     BodyMode,
     Chunk,
     Exchange,
     Message,
+    Replace,
     Reply,
     Steer,
 )
@@ -170,6 +172,8 @@ def _metadata(message: ProcessingRequest, namespace: str, key: str) -> Value | N
 
 # Replies out
 
+_OURS = ((), RESIZED)  # headers to remove that no client has named
+
 
 def encode(reply: Reply) -> bytes:
     """A reply as a serialised ProcessingResponse."""
@@ -180,8 +184,10 @@ def encode(reply: Reply) -> bytes:
             before, after = _around_chunk(message, len(data), end)
             return b"".join((before, data, after))
         case Steer():
-            known = reply.request_id is None and not reply.remove  # holds nothing of a client's
-            return _known_steer(reply) if known else _steer(reply)
+            ours = reply.request_id is None and reply.body is None and reply.remove in _OURS
+            return _known_steer(reply) if ours else _steer(reply)
+        case Replace(message, data):
+            return _replace(message, data)
         case Await(responses_off):
             return _AWAIT[responses_off]
         case Refusal():
@@ -237,6 +243,9 @@ def _steer(reply: Steer) -> bytes:
         _set(mutation.set_headers, RETRY_ON, reply.retry_on)
     mutation.remove_headers.extend(_REMOVED)
     mutation.remove_headers.extend(reply.remove)
+    if reply.body is not None:
+        _set(mutation.set_headers, "content-length", str(len(reply.body)))
+        _common(response, reply.message).body_mutation.body = reply.body
     lb = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     lb.fields[DESTINATION].string_value = reply.destination
     if reply.responses_off is not None:
@@ -245,6 +254,16 @@ def _steer(reply: Steer) -> bytes:
 
 
 _known_steer = lru_cache(1024)(_steer)  # the same endpoints come again and again
+
+
+def _replace(message: Message, data: bytes) -> bytes:
+    response = ProcessingResponse()
+    mutation = _common(response, message).body_mutation
+    if data:
+        mutation.body = data
+    else:
+        mutation.clear_body = True
+    return bytes(response.SerializeToString())
 
 
 def _immediate(refusal: Refusal) -> bytes:

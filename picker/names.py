@@ -47,6 +47,7 @@ OWNED_HEADERS = (
 STREAM = "x-warmpath-stream"  # the lean profile's name of one request, made by Envoy
 REFUSAL = "x-warmpath-refusal"  # a 503's body, carried as a header to a direct response
 REFUSED = "x-warmpath-refused"  # the reason of a refusal, shown to the client
+SPLICE = "x-warmpath-splice"  # how Envoy shall change a body: bytes before, bytes to drop, text
 RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from picker.json_body import Fields, fields, num_names, string
 from picker.prompt import BYTES_PER_TOKEN, Conversation, Flat, flat
 from picker.refusal import Refusal
+from picker.splice import flag
 
 MAX_MODEL = 256  # characters
 MAX_CACHE_SALT = 1024  # characters; vLLM takes as many
@@ -54,6 +56,8 @@ class LLMRequest:
     salt: bytes = b""  # what parts caches without being prompt: model (or adapter), cache salt
     cache_salt: str | None = None  # that of the body, which keeps its blocks to itself
     subset: tuple[str, ...] | None = None  # endpoints that the gateway allows; None: all
+    stream: bool = False  # a completion or chat that is answered event by event
+    stream_options: msgspec.Raw | None = field(default=None, compare=False)  # a piece of its body
     # The prompt's tokens, of several prompts the first one's: where picker.prefix.tokens made them.
     token_ids: NDArray[np.uint32] | None = field(default=None, compare=False)
 
@@ -91,6 +95,7 @@ class _Dialect:
 
     prompt: Callable[[Fields, int], Flat]  # with the number of names in the body
     prompt_fields: tuple[str, ...]
+    streams: bool = False  # with usage only where `stream_options` ask for it
 
 
 def _read(request: LLMRequest, dialect: _Dialect) -> None:
@@ -99,6 +104,9 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
     request.model = string(found, "model", MAX_MODEL)
     request.cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
     request.salt = _salt(request.model, request.cache_salt)
+    if dialect.streams:
+        request.stream = flag(found, "stream") is True
+        request.stream_options = found.get("stream_options")
     request.prompt, request.unread, tokens = dialect.prompt(found, names)
     if tokens is not None:
         request.prompt_tokens = tokens
@@ -177,16 +185,19 @@ def _generate(found: Fields, names: int) -> Flat:
 
 _CHAT_FIELDS = ("messages", *_BESIDE_MESSAGES)
 _DIALECTS = {
-    Kind.COMPLETION: _Dialect(_completion, ("prompt",)),
-    Kind.CHAT: _Dialect(_chat, _CHAT_FIELDS),
+    Kind.COMPLETION: _Dialect(_completion, ("prompt",), streams=True),
+    Kind.CHAT: _Dialect(_chat, _CHAT_FIELDS, streams=True),
     Kind.RESPONSES: _Dialect(_responses, (*_BESIDE_INPUT, "instructions", "input")),
     Kind.EMBEDDING: _Dialect(_embedding, ("input", *_CHAT_FIELDS)),
     Kind.MESSAGES: _Dialect(_anthropic, ("tools", "system", "messages")),
     Kind.TOKENIZE: _Dialect(_tokenize, ("prompt", *_CHAT_FIELDS)),
     Kind.GENERATE: _Dialect(_generate, _GENERATE),
 }
+_STREAM_FIELDS = ("stream", "stream_options")
 _ACTED_ON = {
-    kind: frozenset(("model", "cache_salt", *dialect.prompt_fields))
+    kind: frozenset(
+        ("model", "cache_salt", *dialect.prompt_fields, *_STREAM_FIELDS * dialect.streams)
+    )
     for kind, dialect in _DIALECTS.items()
 }
 

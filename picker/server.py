@@ -32,14 +32,13 @@ LAST_WORDS_SECONDS = 0.25  # to let the ends of streams reach Envoy before conne
 
 _FAULT = HTTPStatus.INTERNAL_SERVER_ERROR  # of our own: the gateway fails open or closed
 
-# A buffered body comes as one message, and gRPC answers a message over its limit by ending
-# the stream, so the limit lies well above what we refuse ourselves with a 413.
+# A buffered body comes as one message, and may be answered by one. gRPC answers a message over its
+# limit by ending the stream, so the limit lies well above what we refuse ourselves with a 413.
 MESSAGE_LIMIT_FACTOR = 2
 MESSAGE_MARGIN = MIB
 INT32_MAX = (1 << 31) - 1  # gRPC takes no more
 
 OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", MIB),
     ("grpc.keepalive_time_ms", 60_000),  # notices a dead Envoy under streams that wait for long
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -60,7 +59,9 @@ class ExtProcServer:
         self._held_limit = MAX_HELD_BODIES * config.max_body
         self._idle = asyncio.Event()
         self._idle.set()
-        options = [*OPTIONS, ("grpc.max_receive_message_length", message_limit(config.max_body))]
+        limit = message_limit(config.max_body)
+        lengths = (f"grpc.max_{way}_message_length" for way in ("receive", "send"))
+        options = [*OPTIONS, *((length, limit) for length in lengths)]
         self.server = grpc_port.new_server(options)
         handler = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out
         self.server.add_generic_rpc_handlers(
@@ -177,5 +178,5 @@ class ExtProcServer:
 
 
 def message_limit(max_body: int) -> int:
-    """Bytes of the longest message that gRPC lets through to us."""
+    """Bytes of the longest message that gRPC lets through."""
     return min(MESSAGE_LIMIT_FACTOR * max_body + MESSAGE_MARGIN, INT32_MAX)

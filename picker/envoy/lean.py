@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_authz.v3 import (
     ExtAuthz,
     HttpService,
 )
-from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.type.matcher.v3 import (
     ListStringMatcher,
@@ -51,6 +52,7 @@ from picker.names import (
     REFUSED,
     REQUEST_ID,
     RETRY_AFTER,
+    SPLICE,
     STREAM,
 )
 
@@ -59,6 +61,8 @@ SECRET = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-ke
 OF_ONE_HOP = ("connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
 USELESS = ("accept", "accept-encoding", "accept-language", "user-agent", "x-forwarded-proto")
 USELESS_PREFIXES = ("x-envoy-", "x-stainless-", "sec-")  # the last of OpenAI's clients, of browsers
+
+SPLICE_FILTER = "warmpath.splice"  # Envoy's name of it
 
 LOG_FLUSH = timedelta(seconds=0.05)
 LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
@@ -82,7 +86,7 @@ def ext_authz(config: Config) -> HttpFilter:
                 path_prefix=PICK_PATH,
                 authorization_response=AuthorizationResponse(
                     allowed_upstream_headers=names(
-                        DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER
+                        DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE
                     ),
                     allowed_client_headers=names("content-type", REFUSED, "retry-after"),
                 ),
@@ -122,10 +126,32 @@ def refusal_route() -> Route:
 
 def usage_filter() -> HttpFilter:
     """Reads the usage out of responses."""
-    script = Path(__file__).with_name("usage.lua").read_text()
-    return http_filter(
-        "envoy.filters.http.lua", Lua(default_source_code=DataSource(inline_string=script))
+    return http_filter("envoy.filters.http.lua", Lua(default_source_code=_script("usage.lua")))
+
+
+def splice_filter() -> HttpFilter:
+    """Changes a request's body, and takes out of the response what came of it.
+
+    It stands before `usage_filter`, which so reads the response first, and it does nothing but on
+    the route of `spliced`.
+    """
+    return http_filter(SPLICE_FILTER, Lua(source_codes={"splice": _script("splice.lua")}))
+
+
+def spliced(pods: Route) -> Route:
+    """A route to pods for requests whose body the picker wants changed."""
+    return replace(
+        pods,
+        name=f"{pods.name}, spliced",
+        match=RouteMatch(prefix="/", headers=[HeaderMatcher(name=SPLICE, present_match=True)]),
+        # The answer is to be read, so it may not be compressed.
+        request_headers_to_remove=[SPLICE, "accept-encoding"],
+        typed_per_filter_config={SPLICE_FILTER: Any.pack(LuaPerRoute(name="splice"))},
     )
+
+
+def _script(name: str) -> DataSource:
+    return DataSource(inline_string=Path(__file__).with_name(name).read_text())
 
 
 def access_log() -> AccessLog:

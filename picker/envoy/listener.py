@@ -68,7 +68,8 @@ def clients(config: Config) -> Listener:
         mutations.append(lean.stream_header())
         filters = [lean.ext_authz(config)]
         if config.usage:
-            filters.append(lean.usage_filter())
+            filters += [lean.splice_filter(), lean.usage_filter()]
+            routes.insert(0, lean.spliced(routes[0]))
         routes.insert(0, lean.refusal_route())
     http = _http(config, "clients", mutations, filters, routes)
     if config.envoy.profile == "lean":

@@ -21,6 +21,7 @@ from picker.names import (
     RETRY_AFTER,
     SERVED_BY,
     SET_RETRY_ON,
+    SPLICE,
     STREAM,
 )
 from picker.service import Service
@@ -35,7 +36,16 @@ FORGED = [  # what a client may send to speak for the picker
     (write(name), "192.0.2.99:9090")
     for name in (
         *OWNED_HEADERS,
-        *(STREAM, REFUSAL, REFUSED, RETRY_AFTER, SERVED_BY, SET_RETRY_ON, "x-warmpath-anything"),
+        *(
+            STREAM,
+            REFUSAL,
+            REFUSED,
+            RETRY_AFTER,
+            SERVED_BY,
+            SET_RETRY_ON,
+            SPLICE,
+            "x-warmpath-anything",
+        ),
     )
     for write in (str.lower, str.title, str.upper)
 ]

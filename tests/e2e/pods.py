@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,13 @@ vllm:num_requests_waiting 0
 vllm:kv_cache_usage_perc 0.0
 """
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-ACT = "x-act"  # a request header: "stream", "comment" or "cut"; else the request is shown
+ACT = "x-act"  # a request header: see Pod; without it the request is shown
+TOKENS = (  # a stream as model servers write it
+    b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"\\"usage\\":{"},"finish":"stop"}]}\n\n',
+)
+USAGE_EVENT = b'data: {"choices":[],"usage":%b}\n\n' % json.dumps(USAGE).encode()
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(eq=False)
@@ -25,12 +32,14 @@ class Pod:
 
     With the header `x-act: stream` it answers with events, one for each `go.release()`, until
     `stop()`; with `x-act: comment` the same after a comment. With `x-act: cut` it breaks off after
-    the first.
+    the first. With `x-act: tokens` it answers with `TOKENS`, and with `USAGE_EVENT` if it is asked
+    for usage; with `x-act: gzip` the same, compressed if the request allows it.
     """
 
     address: str = ""
     served: int = 0
     events: int = 0  # written to streams
+    asked: list[tuple[dict[str, str], bytes]] = field(default_factory=list)  # for tokens
     broken: int = 0  # streams that the other side broke off
     go: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     stopping: bool = False
@@ -71,6 +80,7 @@ class Pod:
     def reset(self) -> None:
         """As it was when it started."""
         self.served = self.events = self.broken = 0
+        self.asked = []
         self.go, self.stopping = asyncio.Semaphore(0), False
 
     def stop(self) -> None:
@@ -93,6 +103,8 @@ class Pod:
                 return await self._stream(request)
             case "cut":
                 return await self._cut(request)
+            case "tokens" | "gzip":
+                return await self._tokens(request)
         body = await request.read()
         return web.json_response(
             {
@@ -124,6 +136,21 @@ class Pod:
         except (ConnectionError, asyncio.CancelledError):
             self.broken += 1
             raise
+        return response
+
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        headers = [(name.lower(), value) for name, value in request.headers.items()]
+        assert len({name for name, _ in headers}) == len(headers)
+        self.asked.append((dict(headers), body))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if request.headers[ACT] == "gzip":
+            response.enable_compression()  # as far as accept-encoding allows it
+        await response.prepare(request)
+        options = json.loads(body).get("stream_options") or {}
+        for event in (*TOKENS, *[USAGE_EVENT] * (options.get("include_usage") is True), DONE):
+            await response.write(event)
+        await response.write_eof()
         return response
 
     async def _cut(self, request: web.Request) -> web.StreamResponse:

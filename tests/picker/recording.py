@@ -15,6 +15,7 @@ from picker.prefix.match import By
 from picker.refusal import Refusal
 from picker.request import parse
 from picker.schedule import Decision
+from picker.splice import Splice
 
 ENDPOINTS = ("192.0.2.1:8000", "192.0.2.2:8000")
 
@@ -25,6 +26,7 @@ class RecordingDirector:
     def __init__(self, *endpoints: str) -> None:
         self.endpoints = endpoints or ENDPOINTS
         self.refusal: Refusal | None = None
+        self.splice: Splice | None = None  # of each pick
         self.hold: asyncio.Event | None = None
         self.waiting = 0
         self.requests: list[Any] = []
@@ -84,6 +86,7 @@ class RecordingDirector:
             picked_at=time.time(),
             _director=self,  # type: ignore[arg-type]
             _session=b"",
+            splice=self.splice,
         )
         self.picks.append(pick)
         return pick

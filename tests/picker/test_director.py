@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import tracemalloc
 
 import pytest
@@ -14,6 +15,7 @@ from picker.engines import LoadReport
 from picker.journal import detail
 from picker.pool import Endpoint
 from picker.refusal import Refusal
+from picker.request import LLMRequest, parse
 from picker.usage import Usage
 from tests.picker.core import Core, completion
 
@@ -450,3 +452,34 @@ def test_thousands_of_picks_leave_nothing_behind_but_what_is_bounded() -> None:
     assert set(core.inflight()) == {(0, 0)}
     assert len(core.journal) == 100
     assert core.page().count("inference_objective_request_total{") == 1001
+
+
+# Usage of streams
+
+
+def asking(body: str) -> LLMRequest:
+    headers = {"content-type": "application/json"}
+    return parse("POST", "/v1/completions", headers, body.encode())
+
+
+STREAM = '{"model":"m","prompt":"Hello","stream":true}'
+
+
+def test_usage_is_asked_for_where_somebody_counts_it() -> None:
+    core = Core(PODS)
+    assert core.director.pick(asking(STREAM)).splice is None
+    core.director.wants_usage = lambda request: request.model == "m"
+    splice = core.director.pick(asking(STREAM)).splice
+    assert splice is not None
+    changed = json.loads(splice.apply(STREAM.encode()))
+    assert changed == {**json.loads(STREAM), "stream_options": {"include_usage": True}}
+    assert core.director.pick(asking(STREAM.replace('"m"', '"n"'))).splice is None
+
+
+def test_usage_is_not_asked_for_where_it_comes_anyway() -> None:
+    core = Core(PODS)
+    core.director.wants_usage = lambda request: True
+    told = STREAM.replace("}", ',"stream_options":{"include_usage":true}}')
+    whole = STREAM.replace("true", "false")
+    for body in (told, whole, STREAM.replace(',"stream":true', "")):
+        assert core.director.pick(asking(body)).splice is None

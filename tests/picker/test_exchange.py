@@ -16,10 +16,12 @@ from picker.exchange import (
     Chunk,
     Exchange,
     Message,
+    Replace,
     Reply,
     Steer,
 )
 from picker.refusal import Refusal
+from picker.splice import Splice
 from tests.picker.recording import RecordingDirector
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -568,3 +570,150 @@ def test_a_gateway_that_sends_bodies_all_the_same_shows_their_end() -> None:
     assert talk.exchange.response_body(b"half", False) == [Message.RESPONSE_BODY]
     talk.exchange.closed()
     assert talk.outcome is Outcome.ABORTED
+
+
+# Spliced bodies
+
+ASKED = Splice(1, 0, b'"stream_options":{"include_usage":true},')
+STREAMED = b'{"stream":true}'
+SPLICED = ASKED.apply(STREAMED)
+TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+EXTRA = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def spliced(request: BodyMode, response: BodyMode = DUPLEX, *, read_usage: bool = True) -> Talk:
+    talk = Talk(request, response, read_usage=read_usage)
+    talk.director.splice = ASKED
+    return talk
+
+
+def answer(talk: Talk, *data: bytes, headers: dict[str, str] = SSE, trailers: bool = False) -> Any:
+    """A response in pieces, the end with an empty one: the replies to its body."""
+    talk.exchange.response_headers(headers, False, None)
+    replies = [each for piece in data for each in talk.exchange.response_body(piece, False)]
+    if trailers:
+        *last, end = talk.exchange.response_trailers()
+        assert end is Message.RESPONSE_TRAILERS
+        return [*replies, *last]
+    return [*replies, *talk.exchange.response_body(b"", True)]
+
+
+@pytest.mark.parametrize("pad", [0, MAX_CHUNK - 20, 3 * MAX_CHUNK])
+def test_full_duplex_sends_the_spliced_body_without_a_length(pad: int) -> None:
+    talk = spliced(DUPLEX)
+    body = STREAMED + b" " * pad
+    steer, *chunks = talk.send(body, POST | {"content-length": str(len(body))})
+    assert isinstance(steer, Steer)
+    assert "content-length" in steer.remove
+    assert "accept-encoding" in steer.remove  # its answer must be read
+    assert steer.body is None
+    assert joined(chunks, Message.REQUEST_BODY) == ASKED.apply(body)
+    assert talk.director.picks[0].splice == ASKED
+
+
+def test_trailers_follow_the_spliced_body() -> None:
+    talk = spliced(DUPLEX)
+    talk.exchange.request_headers(POST, False, None)
+    talk.exchange.request_body(STREAMED, False)
+    _, chunk, trailers = talk.exchange.request_trailers()
+    assert chunk == Chunk(Message.REQUEST_BODY, SPLICED, False)
+    assert trailers is Message.REQUEST_TRAILERS
+
+
+def test_a_buffered_body_is_replaced() -> None:
+    talk = spliced(BodyMode.BUFFERED)
+    _, steer = talk.send(STREAMED)
+    assert isinstance(steer, Steer)
+    assert steer.message is Message.REQUEST_BODY
+    assert steer.body == SPLICED
+    assert "content-length" not in steer.remove  # it is overwritten
+
+
+@pytest.mark.parametrize("request_mode", BodyMode)
+@pytest.mark.parametrize("response_mode", BodyMode)
+@pytest.mark.parametrize("read_usage", [False, True])
+def test_nobody_is_asked_where_the_answer_is_not_read(
+    request_mode: BodyMode, response_mode: BodyMode, read_usage: bool
+) -> None:
+    talk = spliced(request_mode, response_mode, read_usage=read_usage)
+    replies = talk.send(STREAMED)
+    applied = (
+        read_usage
+        and request_mode in (DUPLEX, BodyMode.BUFFERED)
+        and response_mode in (DUPLEX, BodyMode.STREAMED, BodyMode.BUFFERED)
+    )
+    assert (talk.director.picks[0].splice is not None) is applied
+    bodies = [reply.body for reply in replies if isinstance(reply, Steer) and reply.body]
+    bodies += [bytes(reply.data) for reply in replies if isinstance(reply, Chunk)]
+    assert (SPLICED in bodies) is applied
+    if not applied:
+        data = TOKEN + EXTRA + DONE
+        got = answer(talk, data)
+        assert joined(got, Message.RESPONSE_BODY) in (b"", data)
+        assert not any(isinstance(reply, Replace) for reply in got)
+
+
+@given(cuts, st.booleans())
+def test_the_extra_event_is_taken_out_at_any_cut(where: list[int], trailers: bool) -> None:
+    stream = TOKEN + EXTRA + DONE
+    talk = spliced(DUPLEX)
+    talk.send(STREAMED)
+    got = answer(talk, *pieces(stream, where), trailers=trailers)
+    assert joined(got, Message.RESPONSE_BODY) == TOKEN + DONE
+    assert talk.outcome is Outcome.COMPLETED
+    usage = talk.director.picks[0].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
+
+
+@pytest.mark.parametrize("trailers", [False, True])
+def test_an_unfinished_event_is_passed_at_the_end(trailers: bool) -> None:
+    talk = spliced(DUPLEX)
+    talk.send(STREAMED)
+    got = answer(talk, TOKEN, b"data: [DO", b"NE]", trailers=trailers)
+    assert joined(got, Message.RESPONSE_BODY) == TOKEN + b"data: [DONE]"
+
+
+@given(cuts)
+def test_each_piece_is_answered_outside_of_full_duplex(where: list[int]) -> None:
+    talk = spliced(BodyMode.BUFFERED, BodyMode.STREAMED)
+    talk.send(STREAMED)
+    sent = [*pieces(TOKEN + EXTRA + DONE, where), b""]
+    replies = answer(talk, *sent[:-1])
+    assert len(replies) == len(sent)
+    out = b""
+    for piece, reply in zip(sent, replies, strict=True):
+        assert reply is Message.RESPONSE_BODY or isinstance(reply, Replace)
+        out += reply.data if isinstance(reply, Replace) else piece
+    assert out == TOKEN + DONE
+
+
+def test_a_buffered_answer_is_whole() -> None:
+    talk = spliced(BodyMode.BUFFERED, BodyMode.BUFFERED)
+    talk.send(STREAMED)
+    talk.exchange.response_headers(SSE, False, None)
+    replies = talk.exchange.response_body(TOKEN + EXTRA + DONE[:-2], False)  # trailers follow
+    assert replies == [Replace(Message.RESPONSE_BODY, TOKEN + DONE[:-2])]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        OK,
+        SSE | {"content-length": str(len(EXTRA))},
+        SSE | {":status": "400"},
+        SSE | {":status": "503"},
+        SSE | {"content-encoding": "gzip"},
+    ],
+)
+def test_other_answers_are_untouched(headers: dict[str, str]) -> None:
+    talk = spliced(DUPLEX)
+    talk.send(STREAMED)
+    assert joined(answer(talk, EXTRA, headers=headers), Message.RESPONSE_BODY) == EXTRA
+
+
+def test_who_asked_for_usage_gets_it() -> None:
+    talk = Talk(DUPLEX)
+    talk.send(STREAMED)
+    assert joined(answer(talk, TOKEN + EXTRA), Message.RESPONSE_BODY) == TOKEN + EXTRA

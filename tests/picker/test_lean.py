@@ -16,8 +16,9 @@ from picker import lean
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Director, Outcome
 from picker.lean import LeanServer
-from picker.names import DESTINATION, METHODS, REFUSAL, REFUSED, RETRY_AFTER, STREAM
+from picker.names import DESTINATION, METHODS, REFUSAL, REFUSED, RETRY_AFTER, SPLICE, STREAM
 from picker.refusal import Refusal
+from picker.splice import Splice
 from tests.picker import own_scorer
 from tests.picker.core import Core
 from tests.picker.recording import ENDPOINTS, RecordingDirector
@@ -165,6 +166,20 @@ async def test_an_unfit_request_id_is_replaced(picker: Picker, envoy: Client, un
     answer = await envoy.answer()
     (request,) = picker.director.requests
     assert answer.headers["x-request-id"] == request.id != unfit
+
+
+@pytest.mark.parametrize("usage", [True, False])
+async def test_a_splice_is_named_where_the_answer_is_read(usage: bool) -> None:
+    async with running(usage=usage) as picker, picker.client() as envoy:
+        picker.director.splice = Splice(12, 3, b'{"a":1, "b":[]}')
+        envoy.send(post())
+        answer = await envoy.answer()
+        assert answer.headers[DESTINATION] == ",".join(ENDPOINTS)
+        assert answer.headers.get(SPLICE) == ('12 3 {"a":1, "b":[]}' if usage else None)
+        assert (picker.director.picks[0].splice is not None) is usage
+        picker.director.splice = None
+        envoy.send(post(name="2"))
+        assert SPLICE not in (await envoy.answer()).headers
 
 
 async def test_what_comes_on_one_connection_does_not_mix(picker: Picker, envoy: Client) -> None:

@@ -7,9 +7,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
-from picker.exchange import Message, Steer
+from picker.exchange import Message, Replace, Steer
 from picker.messages import encode, jwt_claim
-from tests.picker.ext_proc import destination
+from tests.picker.ext_proc import destination, set_headers
 
 
 def test_names_that_clients_make_up_are_not_kept() -> None:
@@ -44,3 +44,20 @@ def test_claims_of_a_verified_token() -> None:
         assert jwt_claim(message, "jwt_payload", claim) is None
     assert jwt_claim(message, "other", "sub") is None
     assert jwt_claim(ProcessingRequest(), "jwt_payload", "sub") is None
+
+
+def test_a_body_in_place_of_another_has_its_own_length() -> None:
+    reply = Steer(Message.REQUEST_BODY, "192.0.2.1:8000", None, ("accept-encoding",), body=b"{}")
+    answer = ProcessingResponse.FromString(encode(reply))
+    assert destination(answer, "request_body") == "192.0.2.1:8000"
+    response = answer.request_body.response
+    assert response.body_mutation.body == b"{}"
+    assert set_headers(response.header_mutation)["content-length"] == "2"
+    assert "accept-encoding" in response.header_mutation.remove_headers
+
+
+def test_a_piece_may_be_replaced_by_nothing() -> None:
+    for data in (b"", b"x"):
+        answer = ProcessingResponse.FromString(encode(Replace(Message.RESPONSE_BODY, data)))
+        mutation = answer.response_body.response.body_mutation
+        assert (mutation.body, mutation.clear_body) == (data, not data)
