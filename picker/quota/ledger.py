@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from picker.quota.bucket import Counter
 from picker.quota.plan import (
@@ -38,14 +41,14 @@ LATE_SECONDS = 3600.0  # that an expired reservation is remembered: its end may 
 NUM_DENIALS = 1000  # the last ones
 
 
-@dataclass(slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, array_like=True):
     """What an admitted request holds until its end."""
 
     id: str
     subject: str
     model: str
     lines: tuple[Line, ...]
+    ttl: float  # seconds that it had when it was made, or changed
     expires: float
     expired: bool = False  # its lines hold nothing any more; it is remembered for a while
 
@@ -73,7 +76,7 @@ class Use:
     denied: int = 0
 
 
-_Asked = tuple[Check, str, Counter, int, list[tuple[Draw, int]]]
+_Asked = tuple[Check, str, Counter, int, list[tuple[Draw, int]] | None]
 """A check, its counter with its key, what is asked of it, and what of its grants."""
 
 UseKey = tuple[int, str, str]
@@ -89,6 +92,7 @@ class Ledger:
         self.uses: dict[UseKey, Use] = {}
         self.denials: deque[Denial] = deque(maxlen=NUM_DENIALS)
         self._by_expiry: dict[float, OrderedDict[str, None]] = {}  # ids, by their time to live
+        self._next_due = math.inf  # nothing expires before that
 
     # What a store with rows of its own overrides.
 
@@ -105,28 +109,32 @@ class Ledger:
     def changed(self, key: str) -> None:
         """A counter is not what it was."""
 
-    def keep(self, reservation: Reservation, ttl: float) -> None:
-        """Add a reservation, or move its expiry to the end of those of the same time to live."""
+    def keep(self, reservation: Reservation) -> None:
+        """Add a reservation: of those with the same time to live, the last to expire."""
         self.reservations[reservation.id] = reservation
-        queue = self._by_expiry.get(ttl)
+        queue = self._by_expiry.get(reservation.ttl)
         if queue is None:
-            queue = self._by_expiry[ttl] = OrderedDict()
+            queue = self._by_expiry[reservation.ttl] = OrderedDict()
         queue[reservation.id] = None
+        if reservation.expires < self._next_due:
+            self._next_due = reservation.expires
 
     def drop(self, reservation: Reservation) -> None:
-        self.reservations.pop(reservation.id, None)
-        for queue in self._by_expiry.values():
-            queue.pop(reservation.id, None)
+        del self.reservations[reservation.id]
+        del self._by_expiry[reservation.ttl][reservation.id]
 
-    def due(self, now: float) -> Iterable[Reservation]:
+    def due(self, now: float) -> list[Reservation]:
         """Reservations whose time is over."""
-        for queue in tuple(self._by_expiry.values()):
-            while queue:
-                reservation = self.reservations[next(iter(queue))]
+        found = []
+        self._next_due = math.inf
+        for queue in self._by_expiry.values():
+            for id in queue:
+                reservation = self.reservations[id]
                 if reservation.expires > now:
+                    self._next_due = min(self._next_due, reservation.expires)
                     break
-                del queue[reservation.id]
-                yield reservation
+                found.append(reservation)
+        return found
 
     # What all stores do.
 
@@ -134,15 +142,16 @@ class Ledger:
         self, id: str, plan: Plan, amounts: Amounts, model: str, ttl: float, now: float, wall: float
     ) -> Granted | Denied:
         """Charge every limit, or none if one of them refuses. All in one step."""
-        self.expire(now)
+        if now >= self._next_due:
+            self.expire(now)
         asked: list[_Asked] = []
         refusing, wait = -1, -1.0
         shadowed: tuple[int, ...] = ()
-        for index, check in enumerate(plan.checks):
+        for check in plan.checks:
             key = check.key
             if check.calendar is not None:
                 key = f"{key}\t{check.calendar.span(wall)[0]}"
-            counter = self.counter(key)
+            counter = self.counters.get(key) or self.counter(key)
             if counter.rate != check.rate:
                 self._retune(key, counter, check.rate, now)
             if check.rate >= 0:
@@ -151,39 +160,50 @@ class Ledger:
             else:
                 used = counter.value
             need = amounts[check.what]
-            draws: list[tuple[Draw, int]] = []
             if need > check.capacity:  # more than there ever is: it passes when nothing is used
                 need = check.capacity or 1
             over = used + need - check.capacity
-            if need and over > EPSILON:
+            draws: list[tuple[Draw, int]] | None = None
+            if over > EPSILON and need:
                 draws, missing = self._draw(check, need, over, wall)
                 if not missing:
                     need -= sum(amount for _, amount in draws)
                 elif check.shadow:
-                    draws = []
-                    shadowed = (*shadowed, index)
+                    draws = None
+                    shadowed = (*shadowed, len(asked))
                 else:
                     takes = _wait(check, over, wall)
                     if takes > wait:
-                        refusing, wait = index, takes
+                        refusing, wait = len(asked), takes
             asked.append((check, key, counter, need, draws))
         if refusing >= 0:
-            return self._deny(plan, refusing, wait, asked, model, now, wall)
+            return self._deny(plan, refusing, wait, asked, model, wall)
         lines = []
+        standings = []
         for check, key, counter, need, draws in asked:
-            seq = counter.charge(need) if check.rate >= 0 and need else counter.seq
-            until = check.calendar.span(wall)[1] + DAY if check.calendar is not None else 0.0
-            lines.append(Line(key, need, check.what, seq, False, check.rate, until))
-            self._hold(counter, lines[-1], now)
-            for draw, amount in draws:
-                until = draw.expires + DAY
-                lines.append(Line(draw.key, amount, check.what, 0, True, NO_RATE, until))
-                self._hold(self.counter(draw.key), lines[-1], now)
-        granted = Granted(tuple(lines), self._standings(asked, wall), shadowed)
-        self.keep(Reservation(id, plan.subject, model, granted.lines, now + ttl), ttl)
+            counter.value += need
+            if check.rate >= 0:
+                seq = counter.charge(need) if need else counter.seq
+                reset = counter.level / check.rate if check.rate else 0.0
+                counter.until = now + reset
+                lines.append(Line(key, need, check.what, seq, False, check.rate, 0.0))
+                standings.append((counter.level, reset))
+            elif check.calendar is not None:
+                end = check.calendar.span(wall)[1]
+                counter.until = end + DAY
+                lines.append(Line(key, need, check.what, 0, False, NO_RATE, end + DAY))
+                standings.append((counter.value, end - wall))
+            else:
+                lines.append(Line(key, need, check.what, 0, False, NO_RATE, 0.0))
+                standings.append((counter.value, BUSY_SECONDS))
+            self.changed(key)
+            if draws:
+                lines += [self._hold(draw, amount, check.what) for draw, amount in draws]
+        held = tuple(lines)
+        self.keep(Reservation(id, plan.subject, model, held, ttl, now + ttl))
         for index in shadowed:
             self._note(plan, index, asked[index][3], None, model, wall, shadow=True)
-        return granted
+        return Granted(held, tuple(standings), shadowed)
 
     def settle(self, id: str, spent: Spent, now: float, wall: float) -> bool:
         """Replace what a request reserved by what it used. False when that was done before."""
@@ -207,8 +227,8 @@ class Ledger:
         wall: float,
     ) -> None:
         """Charge what was used without a reservation here."""
-        held = tuple(line._replace(amount=0, seq=0) for line in lines)
-        reservation = Reservation(id, subject, model, held, now)
+        held = tuple(replace(line, amount=0, seq=0) for line in lines)
+        reservation = Reservation(id, subject, model, held, 0.0, now)
         self._resize(reservation, spent.amounts, now, final=True)
         self._use(subject, model, spent, wall)
 
@@ -222,9 +242,9 @@ class Ledger:
         if reservation is None or reservation.expired:
             return False
         self.drop(reservation)
-        reservation.lines = self._resize(reservation, amounts, now, final=False)
-        reservation.expires = now + ttl
-        self.keep(reservation, ttl)
+        self._resize(reservation, amounts, now, final=False)
+        reservation.ttl, reservation.expires = ttl, now + ttl
+        self.keep(reservation)
         return True
 
     def expire(self, now: float) -> None:
@@ -232,14 +252,15 @@ class Ledger:
 
         Should an end still come for one, all that the request used is charged then.
         """
+        if now < self._next_due:
+            return
         for reservation in self.due(now):
-            if reservation.expired:
-                self.drop(reservation)
-                continue
-            reservation.lines = self._resize(reservation, NOTHING, now, final=False)
-            reservation.expired = True
-            reservation.expires = now + LATE_SECONDS
-            self.keep(reservation, LATE_SECONDS)
+            self.drop(reservation)
+            if not reservation.expired:
+                self._resize(reservation, NOTHING, now, final=False)
+                reservation.expired = True
+                reservation.ttl, reservation.expires = LATE_SECONDS, now + LATE_SECONDS
+                self.keep(reservation)
 
     def adjust(self, key: str, amount: int, rate: float, until: float, now: float) -> None:
         """Charge a counter by hand, or give it credit. A bucket takes credit down to zero."""
@@ -255,10 +276,13 @@ class Ledger:
             counter.empty()
         self.changed(key)
 
-    def _hold(self, counter: Counter, line: Line, now: float) -> None:
-        counter.value += line.amount
-        counter.until = line.until or now + _leak_time(counter)
-        self.changed(line.key)
+    def _hold(self, draw: Draw, amount: int, what: int) -> Line:
+        """Draw on a grant."""
+        counter = self.counter(draw.key)
+        counter.value += amount
+        counter.until = draw.expires + DAY
+        self.changed(draw.key)
+        return Line(draw.key, amount, what, 0, True, NO_RATE, counter.until)
 
     def _draw(
         self, check: Check, need: int, over: float, wall: float
@@ -277,35 +301,34 @@ class Ledger:
 
     def _resize(
         self, reservation: Reservation, amounts: Amounts, now: float, *, final: bool
-    ) -> tuple[Line, ...]:
+    ) -> None:
         """Make a reservation's lines hold no more than `amounts`, or settle them when final.
 
         Draws on grants give back first. What is more than all lines held is the limit's debt.
         """
-        resized: list[Line] = []
-        lines = reservation.lines
-        start = 0
-        while start < len(lines):
-            end = start + 1
-            while end < len(lines) and lines[end].draws:
-                end += 1
-            left = amounts[lines[start].what]
-            beyond = max(0, left - sum(line.amount for line in lines[start:end])) if final else 0
-            left -= beyond
-            for line in lines[start:end]:
-                kept = min(left, line.amount)
-                left -= kept
-                resized.append(line._replace(amount=kept + beyond))
-                self._recharge(line, kept + beyond, now, final=final)
-                beyond = 0
-            start = end
-        return tuple(resized)
+        kept: list[int] = []
+        start = left = 0  # where the limit's own line is, and what its lines do not hold yet
+        for line in reservation.lines:
+            if not line.draws:
+                if left and final:
+                    kept[start] += left
+                start, left = len(kept), amounts[line.what]
+            kept.append(left if left < line.amount else line.amount)
+            left -= kept[-1]
+        if left and final:
+            kept[start] += left
+        for line, amount in zip(reservation.lines, kept, strict=True):
+            if amount != line.amount or (final and amount):
+                self._recharge(line, amount, now, final=final)
+        if not final:
+            reservation.lines = tuple(
+                replace(line, amount=amount)
+                for line, amount in zip(reservation.lines, kept, strict=True)
+            )
 
     def _recharge(self, line: Line, amount: int, now: float, *, final: bool = True) -> None:
         """Charge a line's counter the difference to what the line holds."""
         difference = amount - line.amount
-        if not difference and not (final and amount):
-            return
         counter = self.counter(line.key)
         if counter.rate < 0 <= line.rate:  # it was forgotten since
             counter.rate, counter.at = line.rate, now
@@ -336,7 +359,6 @@ class Ledger:
         wait: float,
         asked: list[_Asked],
         model: str,
-        now: float,
         wall: float,
     ) -> Denied:
         amount = asked[refusing][3]
@@ -377,14 +399,14 @@ class Ledger:
         return use
 
     def _standings(self, asked: list[_Asked], wall: float) -> tuple[Standing, ...]:
-        found = []
+        found: list[Standing] = []
         for check, _, counter, _, _ in asked:
             if check.rate >= 0:
-                found.append(Standing(counter.level, _leak_time(counter)))
+                found.append((counter.level, _leak_time(counter)))
             elif check.calendar is not None:
-                found.append(Standing(counter.value, check.calendar.span(wall)[1] - wall))
+                found.append((counter.value, check.calendar.span(wall)[1] - wall))
             else:
-                found.append(Standing(counter.value, BUSY_SECONDS if counter.value else 0.0))
+                found.append((counter.value, BUSY_SECONDS if counter.value else 0.0))
         return tuple(found)
 
 

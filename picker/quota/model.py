@@ -25,7 +25,7 @@ FAILURES = ("share", "open", "closed")
 MAX_AMOUNT = 10**15  # exact as a float, with room for sums
 MAX_NAME = 200  # characters of a subject's name, of a model
 MAX_TEXT = 500  # characters of a reason
-MAX_LIMITS = 64  # of one subject, and as many grants
+MAX_LIMITS = 32  # of one subject, and as many grants
 
 OnFailure = Literal["", "share", "open", "closed"]
 

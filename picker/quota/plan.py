@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from picker.quota.model import WHATS, Limit, OnFailure
 from picker.quota.windows import Calendar
 
@@ -72,7 +74,7 @@ class Plan:
     until: float  # Unix seconds: then something expires, and it must be made again
 
 
-class Line(NamedTuple):
+class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a reservation holds of one counter. A limit's line is followed by those of its draws."""
 
     key: str
@@ -84,15 +86,11 @@ class Line(NamedTuple):
     until: float  # Unix seconds that the counter is kept at least; 0 for buckets, concurrency
 
 
-class Standing(NamedTuple):
-    """How a limit stands."""
-
-    used: float  # with what is reserved
-    reset: float  # seconds until nothing is used, if nothing more comes
+Standing = tuple[float, float]
+"""What is used of a limit, with what is reserved; seconds until nothing is if no more comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True, array_like=True):
     """A request may pass, and its reservation is made."""
 
     lines: tuple[Line, ...]
@@ -100,8 +98,7 @@ class Granted:
     shadowed: tuple[int, ...] = ()  # checks in shadow that would have refused it
 
 
-@dataclass(frozen=True, slots=True)
-class Denied:
+class Denied(msgspec.Struct, frozen=True, array_like=True):
     """A request may not pass; nothing was charged anywhere."""
 
     check: int  # which one bound: of those that refuse, the one that takes longest

@@ -13,6 +13,7 @@ from picker.quota.plan import NO_RATE, Amounts, Denied, Granted, Line, Plan, Spe
 from picker.quota.policy import Record
 
 MAX_AUDIT = 100_000  # entries that a store keeps; the oldest go first
+KEPT_DAYS = 400  # of the books
 
 
 class StoreDown(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from picker.quota.ledger import DAY, LATE_SECONDS, Denial, Ledger, Reservation, 
 from picker.quota.plan import Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.store import (
+    KEPT_DAYS,
     MAX_AUDIT,
     Change,
     Changes,
@@ -26,7 +26,6 @@ from picker.quota.store import (
 )
 
 MIN_COUNTERS = 1024  # below that nothing is cleared away
-KEPT_DAYS = 400  # of the books
 
 
 class MemoryStore:
@@ -153,7 +152,7 @@ class MemoryStore:
         self._ledger.counters |= dump.counters
         self._ledger.uses |= dump.uses
         for reservation in sorted(dump.reservations, key=lambda held: held.expires):
-            self._ledger.keep(reservation, math.inf)  # a queue of their own, in order
+            self._ledger.keep(reservation)
         self._audit.extend(dump.audit)
         changes = [Change(name, 0, record.subject) for name, record in dump.records.items()]
         return await self.write(changes, [])

@@ -66,7 +66,8 @@ class Books(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock()
-        self.store = self.loop.run_until_complete(opened(self.kind, self.clock))
+        self.opened = opened(self.kind, self.clock)
+        self.store = self.loop.run_until_complete(self.opened.__aenter__())
         self.desk = Desk(self.store, self.clock)
         self.books: dict[str, Book] = {}
         self.open: dict[str, tuple[list[Check], float]] = {}  # with the time of expiry
@@ -89,7 +90,7 @@ class Books(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         with contextlib.suppress(AttributeError):
-            self.loop.run_until_complete(self.store.close())
+            self.loop.run_until_complete(self.opened.__aexit__(None, None, None))
             self.loop.close()
 
     def used(self, check: Check) -> float:

@@ -1,0 +1,31 @@
+"""Stores by their URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from picker.quota.model import QuotaError
+from picker.quota.store import Store
+from picker.quota.store_memory import MemoryStore
+from picker.quota.store_sqlite import SQLiteStore
+
+
+def open_store(url: str, timeout: float = 0.1) -> Store:
+    """The store at `memory:`, `sqlite:///DIRECTORY/FILE` or `redis://HOST:PORT/DB`.
+
+    Args:
+        url: a relative path has two slashes less: `sqlite:quota.db`.
+        timeout: seconds until a store that does not answer is down.
+
+    Raises:
+        QuotaError: it is no store's URL, or the file cannot be opened.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return MemoryStore()
+    if parts.scheme == "sqlite" and parts.path and not parts.netloc:
+        return SQLiteStore(Path(unquote(parts.path)), timeout)
+    raise QuotaError(
+        f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db or redis://HOST:6379/0"
+    )
