@@ -119,8 +119,12 @@ class Store(Protocol):
         """Charge all limits of a plan, or none. `id` was never used before."""
         ...
 
-    async def settle(self, id: str, spent: Spent) -> bool:
-        """Replace a reservation by what was used. False when it was settled before."""
+    async def settle(self, id: str, spent: Spent) -> bool | None:
+        """Replace a reservation by what was used.
+
+        False when that was done before; None when the store may have lost the reservation, so that
+        `charge` is in place.
+        """
         ...
 
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:

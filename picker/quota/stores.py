@@ -26,6 +26,15 @@ def open_store(url: str, timeout: float = 0.1) -> Store:
         return MemoryStore()
     if parts.scheme == "sqlite" and parts.path and not parts.netloc:
         return SQLiteStore(Path(unquote(parts.path)), timeout)
+    if parts.scheme.partition("+")[0] in ("redis", "rediss") and parts.netloc:
+        try:
+            from picker.quota.store_redis import RedisStore
+        except ImportError:
+            raise QuotaError(
+                f"{url!r} needs Redis' client: pip install 'warmpath[redis]'"
+            ) from None
+        return RedisStore(url, timeout)
     raise QuotaError(
-        f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db or redis://HOST:6379/0"
+        f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
+        "or redis://HOST:6379/0"
     )

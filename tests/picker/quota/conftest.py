@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from functools import cache
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -13,8 +15,24 @@ from picker.quota.store import Store
 from picker.quota.store_memory import MemoryStore
 from picker.quota.store_sqlite import SQLiteStore
 from tests.picker.quota.kit import Clock, Desk
+from tests.picker.quota.redis_server import ClockedRedisStore, RedisServer, running
 
-STORES = ("memory", "sqlite")
+STORES = ("memory", "sqlite", "redis")
+
+
+_servers = ExitStack()
+
+
+@cache
+def _server() -> RedisServer:
+    """One Redis for all tests that only need some; each store there has a name of its own."""
+    return _servers.enter_context(running())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_servers() -> Iterator[None]:
+    yield
+    _servers.close()
 
 
 @asynccontextmanager
@@ -24,8 +42,10 @@ async def opened(kind: str, clock: Clock) -> AsyncIterator[Store]:
         store: Store
         if kind == "memory":
             store = MemoryStore(clock, clock)
-        else:
+        elif kind == "sqlite":
             store = SQLiteStore(Path(directory, "quota.db"), 30.0, clock)
+        else:
+            store = ClockedRedisStore(f"{_server().url}?name={uuid4().hex}", clock)
         try:
             yield store
         finally:

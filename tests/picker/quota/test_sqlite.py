@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,74 +12,23 @@ from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import Denied, Granted
 from picker.quota.store import Change, StoreDown
 from picker.quota.store_sqlite import SQLiteStore
+from tests.picker.quota.customers import balanced, customer, killed_after, prepare
 from tests.picker.quota.kit import Clock, Desk, limits, spent, tokens
 
 ALICE = "tenant/alice"
-ROOM = limits("total-tokens=900M/day", "total-tokens=900M/hour", "concurrency=900k")
 
 
-async def customer(path: Path, name: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.picker.quota.customer",
-        f"sqlite:///{path}",
-        name,
-        stdout=asyncio.subprocess.PIPE,
-    )
-
-
-async def killed_after(process: asyncio.subprocess.Process, lines: int) -> list[list[str]]:
-    """Kill -9 a customer after so many lines; all that it was answered."""
-    assert process.stdout is not None
-    told = [await process.stdout.readline() for _ in range(lines)]
-    process.kill()
-    told += [line async for line in process.stdout]
-    await process.wait()
-    return [line.decode().split() for line in told if line.endswith(b"\n")]
-
-
-@pytest.mark.parametrize("lines", [1, 40, 333])
-async def test_what_was_answered_outlives_kill_9(tmp_path: Path, lines: int) -> None:
+@pytest.mark.parametrize("answers", [1, 40, 333])
+async def test_what_was_answered_outlives_kill_9(tmp_path: Path, answers: int) -> None:
     path = tmp_path / "quota.db"
-    clock = Clock()
-    first = Desk(SQLiteStore(path, 30.0, clock), clock)
-    await first.write({ALICE: Subject(limits=ROOM)})
-    await first.store.close()
-    processes = [await customer(path, name) for name in ("a", "b")]
-    ends = await asyncio.gather(*(killed_after(each, lines) for each in processes))
-    told = list(chain.from_iterable(ends))
-
     store = SQLiteStore(path, 30.0)
-    assert await store.verify() == []
-    open_ids = {reservation.id for reservation in await store.reservations()}
-    settled = {line[1]: int(line[2]) for line in told if line[0] == "settled"}
-    granted = {line[1] for line in told if line[0] == "granted"}
-    assert not open_ids & settled.keys()
-    for id in granted - settled.keys() - open_ids:  # its settlement was committed, not yet told
-        assert not await store.settle(id, spent(1))
-    (use,) = (await store.uses(0)).values()
-    assert use.prompt_tokens >= sum(settled.values())
-    assert use.requests >= len(settled)
-    (day,) = [
-        check.key + f"\t{check.calendar.span(store.wall())[0]}"
-        for check in (await reread(store)).plan(ALICE).checks
-        if check.calendar is not None
-    ]
-    (count,) = await store.counts([day])
-    assert count.settled == use.prompt_tokens
-    assert count.value == count.settled + 50 * len(open_ids)
-    for id in open_ids:
-        assert await store.settle(id, spent(50))
-    assert await store.reservations() == []
-    assert await store.verify() == []
+    await prepare(store)
     await store.close()
-
-
-async def reread(store: SQLiteStore) -> Desk:
-    desk = Desk(store, Clock(store.wall()))
-    await desk.read()
-    return desk
+    processes = [await customer(f"sqlite:///{path}", name) for name in ("a", "b")]
+    told = await asyncio.gather(*(killed_after(each, answers) for each in processes))
+    store = SQLiteStore(path, 30.0)
+    await balanced(store, [*told[0], *told[1]])
+    await store.close()
 
 
 async def test_two_pickers_share_a_file_to_the_token(tmp_path: Path) -> None:
