@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from picker.quota.model import BUCKETS, CALENDAR, WHATS, Grant, Limit, OnFailure, Subject, split
+from picker.quota.model import (
+    BUCKETS,
+    CALENDAR,
+    WHATS,
+    Grant,
+    Limit,
+    OnFailure,
+    QuotaError,
+    Subject,
+    split,
+)
 from picker.quota.plan import NO_RATE, Barred, Check, Draw, Plan
 from picker.quota.windows import Calendar
 
@@ -59,7 +69,10 @@ class Policy:
         self.update(version, gone | dict(records))
 
     def plan(self, subject: str, model: str, wall: float) -> Plan:
-        """What holds for a subject's requests for a model, at a time (Unix seconds)."""
+        """What holds for a subject's requests for a model, at a time (Unix seconds).
+
+        A subject that cannot be named is barred.
+        """
         named = model if model in self._models else ""
         plan = self._plans.get((subject, named))
         if plan is None or plan.until <= wall:
@@ -99,6 +112,10 @@ class Policy:
         )
 
     def _make(self, subject: str, model: str, wall: float) -> Plan:
+        try:
+            split(subject)
+        except QuotaError as problem:
+            return Plan(self.version, subject, (), Barred("a subject", str(problem)), FOREVER)
         barred: Barred | None = None
         until = FOREVER
         checks: list[Check] = []

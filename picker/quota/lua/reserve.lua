@@ -8,6 +8,9 @@ if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then
   return cmsgpack.pack({'stale'})
 end
 local id, subject, model, ttl, amounts = unpack(cmsgpack.unpack(ARGV[2]))
+if redis.call('EXISTS', P .. ':r:' .. id) == 1 then
+  return cmsgpack.pack({'stale'}) -- given back before it came; nobody waits for the answer
+end
 local checks = cmsgpack.unpack(ARGV[3])
 for _, check in ipairs(checks) do
   if check[7] > 0 and (now < check[6] or now >= check[7]) then

@@ -18,6 +18,8 @@ if raw then
   redis.call('ZREM', P .. ':due', id)
 elseif ARGV[2] then
   subject, model, lines = unpack(cmsgpack.unpack(ARGV[2]))
+elseif amounts[1] + amounts[4] == 0 then
+  subject, model, lines = '', '', {} -- given back: should the reservation still come, it is void
 else
   save()
   return 'unknown'

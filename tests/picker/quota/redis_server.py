@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import redis
 
+from picker.quota.store import Store, StoreDown
 from picker.quota.store_redis import RedisStore
 from tests.picker.quota.kit import Clock
 
@@ -110,3 +112,14 @@ class ClockedRedisStore(RedisStore):
     async def _run(self, name: str, keys: Any, *values: Any) -> Any:
         await self._client.set(self._clock_key, f"{self._clock.now:.6f}", px=600_000)
         return await super()._run(name, keys, *values)
+
+
+async def back(store: Store) -> None:
+    """Wait until a store answers again: connections to the server that was are given up first."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                await store.changes("")
+                return
+            except StoreDown:
+                await asyncio.sleep(0.01)

@@ -12,13 +12,13 @@ import pytest
 from redis.asyncio import Redis
 
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import Denied, Granted
-from picker.quota.store import Correction, Entry, Store, StoreDown
+from picker.quota.plan import FREE, Denied, Granted
+from picker.quota.store import Correction, Entry, Stale, StoreDown
 from picker.quota.store_redis import RedisStore
 from picker.quota.stores import open_store
 from tests.picker.quota.customers import balanced, customer, killed_after, prepare, rest
 from tests.picker.quota.kit import Clock, Desk, limits, spent, tokens
-from tests.picker.quota.redis_server import DEADLINE, RedisServer, running
+from tests.picker.quota.redis_server import DEADLINE, RedisServer, back, running
 
 ALICE = "tenant/alice"
 
@@ -186,6 +186,18 @@ async def test_a_server_that_is_gone_is_down_and_comes_back() -> None:
         await desk.store.close()
 
 
+async def test_what_is_given_back_before_it_was_reserved_is_never_held() -> None:
+    with running() as server:
+        desk = await opened(server)
+        await desk.limit(ALICE, "concurrency=5")
+        plan = desk.plan(ALICE)
+        assert await desk.store.settle("overtaken", FREE)
+        assert isinstance(await desk.store.reserve("overtaken", plan, tokens(1), "", 600.0), Stale)
+        assert await desk.used(ALICE) == [0]
+        assert await desk.store.settle("overtaken", spent(5)) is False
+        await desk.store.close()
+
+
 async def test_all_of_it_works_in_a_cluster() -> None:
     with ExitStack() as stack:
         nodes = [stack.enter_context(running(cluster=True)) for _ in range(3)]
@@ -218,17 +230,6 @@ async def test_all_of_it_works_in_a_cluster() -> None:
                 holding += bool(client.dbsize())
         assert holding == 1  # one slot, so one node
         await store.close()
-
-
-async def back(store: Store) -> None:
-    """Wait until a store answers again: connections to the server that was are given up first."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            try:
-                await store.changes("")
-                return
-            except StoreDown:
-                await asyncio.sleep(0.01)
 
 
 async def joined(nodes: list[RedisServer]) -> None:
