@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from picker.quota.bucket import Counter
 from picker.quota.plan import (
+    DAY,
     FREE,
     NO_RATE,
     NOTHING,
@@ -34,7 +35,6 @@ from picker.quota.plan import (
     Standing,
 )
 
-DAY = 86400
 EPSILON = 1e-6  # of a token: what rounding of levels may add up to
 BUSY_SECONDS = 1.0  # when to ask again for a place among the concurrent: nobody knows
 LATE_SECONDS = 3600.0  # that an expired reservation is remembered: its end may still come

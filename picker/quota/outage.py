@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from picker.quota.ledger import DAY
-from picker.quota.plan import Amounts, Check, Denied, Granted, Line, Plan, Spent
+from picker.quota.plan import Amounts, Check, Denied, Granted, Line, Plan, Spent, line_of
 from picker.quota.store import Stale
 from picker.quota.store_memory import MemoryStore
 
@@ -113,11 +112,4 @@ class Debts:
 
 def lines_of(plan: Plan, wall: float) -> tuple[Line, ...]:
     """The lines of a plan's limits, holding nothing."""
-    lines = []
-    for check in plan.checks:
-        key, until = check.key, 0.0
-        if check.calendar is not None:
-            start, end = check.calendar.span(wall)
-            key, until = f"{key}\t{start}", end + DAY
-        lines.append(Line(key, 0, check.what, 0, False, check.rate, until))
-    return tuple(lines)
+    return tuple(line_of(check, wall) for check in plan.checks)

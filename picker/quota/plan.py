@@ -12,6 +12,8 @@ from picker.quota.windows import Calendar
 
 REQUESTS, INPUT, OUTPUT, TOTAL, CONCURRENCY = range(len(WHATS))
 
+DAY = 86400  # seconds that a calendar window's counter outlives it
+
 NO_RATE = -1.0  # of what is no bucket
 
 Amounts = tuple[int, int, int, int, int]
@@ -105,3 +107,11 @@ class Denied(msgspec.Struct, frozen=True, array_like=True):
     wait: float | None  # seconds until it would pass, if nothing else came; None: never
     amount: int  # that was asked for
     standings: tuple[Standing, ...]
+
+
+def line_of(check: Check, wall: float) -> Line:
+    """A limit's counter at a time, holding nothing."""
+    if check.calendar is None:
+        return Line(check.key, 0, check.what, 0, False, check.rate, 0.0)
+    start, end = check.calendar.span(wall)
+    return Line(f"{check.key}\t{start}", 0, check.what, 0, False, check.rate, end + DAY)

@@ -6,8 +6,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from picker.quota.ledger import DAY, LATE_SECONDS, Denial, Ledger, Reservation, Use, UseKey
-from picker.quota.plan import Amounts, Denied, Granted, Line, Plan, Spent
+from picker.quota.ledger import LATE_SECONDS, Denial, Ledger, Reservation, Use, UseKey
+from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.store import (
     KEPT_DAYS,

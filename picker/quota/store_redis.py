@@ -26,9 +26,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter, Low
-from picker.quota.ledger import DAY, LATE_SECONDS, Denial, Reservation, Use, UseKey, label
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey, label
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import Amounts, Denied, Granted, Line, Plan, Spent, Standing
+from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent, Standing
 from picker.quota.policy import Record
 from picker.quota.store import (
     KEPT_DAYS,

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from picker.quota.ledger import DAY, LATE_SECONDS, Denial, Reservation, Use, UseKey
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import Amounts, Denied, Granted, Line, Plan, Spent
+from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.rows import SCHEMA, SCHEMA_VERSION, Rows, counter_of, reservation_of
 from picker.quota.store import (
