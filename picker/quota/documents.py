@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -25,13 +26,17 @@ SCHEMA_VERSION = 1
 def export(policy: Policy) -> dict[str, Any]:
     """Subjects by name, in order, as plain data; the same subjects give the same document.
 
-    Amounts are quantities, `100k`. Keys are there as hashes.
+    Amounts are quantities, `100k`, and times ISO 8601. Keys are there as hashes.
     """
     subjects = {}
     for name in sorted(policy.records):
         data = msgspec.to_builtins(policy.records[name].subject)
-        for part in (*data.get("limits", ()), *data.get("grants", ())):
-            part["amount"] = shown_quantity(part["amount"])
+        limits, grants = data.get("limits", ()), data.get("grants", ())
+        for sized in (*limits, *grants):
+            text = shown_quantity(sized["amount"])
+            sized["amount"] = int(text) if text.isdigit() else text
+        for timed, key in _timed(data, grants):
+            timed[key] = _shown_time(timed[key])
         subjects[name] = data
     return {"schemaVersion": SCHEMA_VERSION, "subjects": subjects}
 
@@ -60,13 +65,39 @@ def _subject(name: str, data: object) -> Subject:
             raise QuotaError(f"{name}: {part}: expected a list")
         fields[part] = [_with_amount(name, _known(name, item, kind)) for item in items]
     if fields.get("key") is not None:
-        _known(name, fields["key"], Key)
+        fields["key"] = dict(_known(name, fields["key"], Key))
+    for timed, key in _timed(fields, fields["grants"]):
+        timed[key] = _seconds(name, timed[key])
     try:
         subject = msgspec.convert(fields, Subject)
     except msgspec.ValidationError as problem:
         raise QuotaError(f"{name}: {problem}") from None
     check(name, subject)
     return subject
+
+
+def _timed(data: dict[str, Any], grants: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Where times stand in a subject's data."""
+    places = [(grant, "expires") for grant in grants]
+    places += [(data, "expires"), (data.get("key") or {}, "created")]
+    return [(part, key) for part, key in places if part.get(key) is not None]
+
+
+def _shown_time(seconds: float) -> Any:
+    """A time as people read it, if that is exactly the same time."""
+    shown = datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return shown if _seconds("", shown) == seconds else seconds
+
+
+def _seconds(name: str, value: Any) -> Any:
+    """Unix seconds of a text; what is none is left to the check of types."""
+    if not isinstance(value, str):
+        return value
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise QuotaError(f"{name}: {value!r} is no time: write 2026-04-01T09:30Z") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _known(name: str, data: object, kind: type[msgspec.Struct]) -> Mapping[str, Any]:

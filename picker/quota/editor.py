@@ -18,6 +18,7 @@ from picker.quota.keys import new_key
 from picker.quota.model import (
     Grant,
     Limit,
+    NotFound,
     OnFailure,
     QuotaError,
     Subject,
@@ -30,6 +31,7 @@ from picker.quota.policy import Policy
 from picker.quota.store import Change, Conflict, Correction, Count, Entry, Store
 from picker.quota.windows import load_zone
 
+REVOKED = "revoked"  # why a revoked key is blocked
 MAX_TRIES = 10  # to write over somebody else's changes
 
 
@@ -55,8 +57,11 @@ class Corrected(NamedTuple):
     after: Count
 
 
-Pair = tuple[Subject | None, Subject | None]
-"""Before and after."""
+class Pair(NamedTuple):
+    """A record before and after a change."""
+
+    before: Subject | None
+    after: Subject | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ class Editor:
                 return Subject()
             gone = {(model, limit) for limit in names}
             if missing := gone - {(limit.model, limit.name) for limit in old.limits}:
-                raise QuotaError(f"{name} has no limit {sorted(missing)[0][1]!r}{_for(model)}")
+                raise NotFound(f"{name} has no limit {sorted(missing)[0][1]!r}{_for(model)}")
             return replace(
                 old,
                 limits=tuple(each for each in old.limits if (each.model, each.name) not in gone),
@@ -173,7 +178,7 @@ class Editor:
         def change(old: Subject) -> Subject:
             kept = tuple(each for each in old.grants if each.id != id)
             if len(kept) == len(old.grants):
-                raise QuotaError(f"{name} has no grant {id!r}")
+                raise NotFound(f"{name} has no grant {id!r}")
             return replace(old, grants=kept)
 
         return await self._edit("revoke-grant", name, change, why)
@@ -201,7 +206,7 @@ class Editor:
     async def revoke_key(self, name: str, *, why: Why) -> Written:
         """Refuse a key for good; its record stays, for the books."""
         return await self._edit(
-            "revoke-key", name, lambda old: _keyed(name, old, blocked="revoked"), why
+            "revoke-key", name, lambda old: _keyed(name, old, blocked=REVOKED), why
         )
 
     async def adjust(
@@ -248,7 +253,7 @@ class Editor:
                     if after is None
                     else diff.changed
                 )
-                kind[name] = before, after
+                kind[name] = Pair(before, after)
                 changes.append(Change(name, record.revision if record else 0, after))
                 entries.append(self._entry("import", name, before, after, why))
             if diff.empty or why.dry_run:
@@ -300,7 +305,7 @@ class Editor:
             and (limit is not None or each.limit.window)
         ]
         if not checks:
-            raise QuotaError(f"{name} has no limit{f' {limit!r}' if limit else ''}{_for(model)}")
+            raise NotFound(f"{name} has no limit{f' {limit!r}' if limit else ''}{_for(model)}")
         lines = [line_of(each, self.store.wall()) for each in checks]
         keys = [line.key for line in lines]
         before = await self.store.counts(keys)
@@ -327,7 +332,7 @@ def _text(thing: object) -> str:
 
 def _keyed(name: str, subject: Subject, **changes: object) -> Subject:
     if subject.key is None:
-        raise QuotaError(f"{name} is no API key")
+        raise NotFound(f"{name} is no API key")
     return replace(subject, **changes)
 
 

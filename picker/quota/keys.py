@@ -18,7 +18,7 @@ def new_key(created: float) -> tuple[str, Key]:
     The secret has 256 random bits, so that a fast hash without salt is as good as a slow one.
     """
     secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
-    return secret, Key(digest(secret), secret[-HINT_CHARACTERS:], created)
+    return secret, Key(digest(secret), secret[-HINT_CHARACTERS:], float(round(created)))
 
 
 def digest(secret: str) -> str:

@@ -23,6 +23,7 @@ WINDOWS = (*BUCKETS, *CALENDAR)
 FAILURES = ("share", "open", "closed")
 
 MAX_AMOUNT = 10**15  # exact as a float, with room for sums
+MAX_TIME = 253_402_300_799.0  # Unix seconds; the end of what calendars here know
 MAX_NAME = 200  # characters of a subject's name, of a model
 MAX_TEXT = 500  # characters of a reason
 MAX_LIMITS = 32  # of one subject, and as many grants
@@ -95,6 +96,10 @@ class QuotaError(ValueError):
     """Something that cannot be: a name, a limit, a grant. The message says what to write."""
 
 
+class NotFound(QuotaError):
+    """Something that is named, and is not there."""
+
+
 def check(name: str, subject: Subject) -> None:
     """Whether a subject can be as it is written.
 
@@ -125,6 +130,10 @@ def check(name: str, subject: Subject) -> None:
         if (grant.model, grant.limit) not in seen:
             raise QuotaError(f"{name} has no limit {grant.limit!r} to grant more of")
         _check_amount(grant.amount)
+        _check_time(grant.expires)
+    for time in (subject.expires, subject.key.created if subject.key else None):
+        if time is not None:
+            _check_time(time)
     if len({grant.id for grant in subject.grants}) < len(subject.grants):
         raise QuotaError(f"{name} has two grants of one id")
     if max(len(subject.limits), len(subject.grants)) > MAX_LIMITS:
@@ -229,6 +238,11 @@ def shown_quantity(amount: int) -> str:
 def _check_amount(amount: int) -> None:
     if not 0 <= amount <= MAX_AMOUNT:
         raise QuotaError(f"{amount} is out of range: 0 to {shown_quantity(MAX_AMOUNT)}")
+
+
+def _check_time(seconds: float) -> None:
+    if not 0 <= seconds <= MAX_TIME:
+        raise QuotaError(f"{seconds:g} is no time: Unix seconds, until the year 9999")
 
 
 def _nearest(word: str, words: tuple[str, ...]) -> str:

@@ -44,8 +44,8 @@ class Policy:
     def __init__(self, zone: str = "UTC", on_failure: OnFailure = "share") -> None:
         self.version = ""  # of the store; empty: nothing was read yet
         self.records: dict[str, Record] = {}
-        self._zone = zone
-        self._on_failure: OnFailure = on_failure
+        self.zone = zone
+        self.on_failure: OnFailure = on_failure
         self._plans: dict[tuple[str, str], Plan] = {}
         self._calendars: dict[tuple[str, str], Calendar] = {}
         self._models: dict[str, int] = {}  # how many limits name each model
@@ -164,13 +164,13 @@ class Policy:
                 for grant in sorted(grants, key=lambda grant: grant.expires)
             ),
             shadow=limit.shadow,
-            on_failure=limit.on_failure or self._on_failure,
+            on_failure=limit.on_failure or self.on_failure,
             subject=subject,
             limit=limit,
         )
 
     def _calendar(self, limit: Limit) -> Calendar:
-        key = limit.window, limit.zone or self._zone
+        key = limit.window, limit.zone or self.zone
         calendar = self._calendars.get(key)
         if calendar is None:
             calendar = self._calendars[key] = Calendar(*key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from picker.quota.bucket import Counter
@@ -12,6 +13,7 @@ from picker.quota.plan import Barred, Check, Denied, Plan, line_of
 from picker.quota.policy import Policy
 from picker.quota.store import Count, Store
 
+MAX_ASKED = 1000  # counters at once: requests wait for a store that looks them up
 FOREVER = 10.0**9  # seconds, of a reservation that is never made
 
 
@@ -42,24 +44,23 @@ class Verdict:
 
 async def views(store: Store, policy: Policy, subject: str, model: str = "") -> list[View]:
     """All limits that a subject's requests meet: its own, those above, and the model's."""
-    plan = policy.plan(subject, model, store.wall())
-    return await _views(store, policy, plan)
-
-
-async def own_views(store: Store, policy: Policy, subject: str) -> list[View]:
-    """A subject's own limits, for all models and for each."""
     wall = store.wall()
-    record = policy.records.get(subject)
-    models = {limit.model for limit in record.subject.limits} if record else {""}
-    found: list[View] = []
-    for model in sorted(models):
-        plan = policy.plan(subject, model, wall)
-        found += [
-            view
-            for view in await _views(store, policy, plan)
-            if view.subject == subject and view.limit.model == model
-        ]
-    return found
+    return await _views(store, policy, policy.plan(subject, model, wall).checks, wall)
+
+
+async def own_views(store: Store, policy: Policy, subjects: Iterable[str]) -> list[View]:
+    """Limits of subjects, for all models and for each, without those above them."""
+    wall = store.wall()
+    checks: list[Check] = []
+    for subject in subjects:
+        _, known = next(policy.ancestry(subject))
+        for model in sorted({limit.model for limit in known.limits}):
+            checks += [
+                check
+                for check in policy.plan(subject, model, wall).checks
+                if check.subject == subject and check.limit.model == model
+            ]
+    return await _views(store, policy, checks, wall)
 
 
 async def verdict(
@@ -75,7 +76,7 @@ async def verdict(
     wall = store.wall()
     plan = policy.plan(subject, model, wall)
     ledger = await _scratch(store, plan, wall)
-    found = await _views(store, policy, plan)
+    found = await _views(store, policy, plan.checks, wall)
     if plan.barred is not None:
         return Verdict(False, None, None, plan.barred, found)
     amounts = (1, prompt_tokens, output_tokens, prompt_tokens + output_tokens, 1)
@@ -97,17 +98,21 @@ async def uses(store: Store, policy: Policy, since: int, subject: str = "") -> d
     }
 
 
-async def _views(store: Store, policy: Policy, plan: Plan) -> list[View]:
-    wall = store.wall()
-    counts = await store.counts([line_of(check, wall).key for check in plan.checks])
-    draws = [draw for check in plan.checks for draw in check.grants]
-    drawn = await store.counts([draw.key for draw in draws])
+async def _views(store: Store, policy: Policy, checks: Sequence[Check], wall: float) -> list[View]:
+    """How limits stand."""
+    keys = [line_of(check, wall).key for check in checks]
+    draws = [draw for check in checks for draw in check.grants]
+    asked = keys + [draw.key for draw in draws]
+    told: list[Count] = []
+    for start in range(0, len(asked), MAX_ASKED):
+        told += await store.counts(asked[start : start + MAX_ASKED])
+    counts, drawn = told[: len(keys)], told[len(keys) :]
     left = {
         draw.key: max(0, draw.amount - count.value)
         for draw, count in zip(draws, drawn, strict=True)
     }
     found = []
-    for check, count in zip(plan.checks, counts, strict=True):
+    for check, count in zip(checks, counts, strict=True):
         record = policy.records.get(check.subject)
         used = count.value if count.level is None else count.level
         found.append(

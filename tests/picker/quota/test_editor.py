@@ -153,10 +153,10 @@ async def test_grants_count_once_however_often_they_are_sent(office: Office) -> 
     assert not (await edit.grant(ALICE, grant, why=WHY)).changed
     await office.desk.read()
     await office.desk.granted(ALICE, tokens(100))
-    (view,) = await own_views(office.store, await edit.read(), ALICE)
+    (view,) = await own_views(office.store, await edit.read(), [ALICE])
     assert (view.used, view.remaining, view.granted) == (100, 0, 50)
     await office.desk.granted(ALICE, tokens(30))
-    (view,) = await own_views(office.store, await edit.read(), ALICE)
+    (view,) = await own_views(office.store, await edit.read(), [ALICE])
     assert (view.used, view.granted) == (100, 20)
     await edit.revoke_grant(ALICE, "ticket-1", why=WHY)
     await office.desk.read()
