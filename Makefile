@@ -8,7 +8,7 @@ PORT ?= 8080
 MODEL ?= smollm2-135m
 BIN := .venv/bin
 
-.PHONY: up test lint clean setup model redis
+.PHONY: up test lint clean setup model redis proto
 
 setup: .venv/.ready
 
@@ -37,6 +37,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The generated modules are committed. Their messages are named as if the file stood beside them.
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -Ipicker/quota=proto --python_out=. --pyi_out=. \
+	  picker/quota/admin.proto
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
