@@ -7,16 +7,16 @@ settle -> lease | store.settle -> | store down: kept until it is back
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import count
+
+import msgspec
 
 from picker.config import Quota
 from picker.quota import answers
@@ -36,8 +36,7 @@ MAX_RELOADS = 10  # of a policy that changes while a request is looked at
 LOOKUP_SECONDS = 0.2  # between two looks at the store for keys that are not known
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A request that wants to pass.
 
     Args:
@@ -61,11 +60,16 @@ class Admission:
 
     id: str  # of its reservation
     ask: Ask
-    estimate: Usage  # what was reserved; what to settle with where an answer tells no usage
     degraded: bool  # the store is down: nobody else knows of this request yet
+    _amounts: Amounts
     _plan: Plan
     _granted: Granted
     _settled: bool = False
+
+    @property
+    def estimate(self) -> Usage:
+        """What was reserved: to settle with where an answer tells no usage."""
+        return Usage(self._amounts[1], 0, self._amounts[2])
 
     @property
     def headers(self) -> answers.Headers:
@@ -162,7 +166,7 @@ class Quotas:
         amounts = (1, prompt, output, prompt + output, 1)
         id = f"{self._name}-{next(self._ids)}"
         if not fit_name(ask.model):  # no limit can name it
-            ask = replace(ask, model="")
+            ask = msgspec.structs.replace(ask, model="")
         try:
             for _ in range(MAX_RELOADS):
                 answer = await self._try(id, ask, amounts)
@@ -225,15 +229,8 @@ class Quotas:
             if granted is not None:
                 self.numbers.leased += 1
                 return self._grant(id, ask, amounts, plan, granted)
-            await self._link.ask(partial(self._leases.make, plan, amounts, ask.model))
-        reserve = partial(self._store.reserve, id, plan, amounts, ask.model, self._ttl)
-        sent = self._link.up
-        try:
-            answer = await self._link.ask(reserve)
-        except (StoreDown, asyncio.CancelledError):
-            if sent:  # it may have happened
-                self._link.owe(Owed(id, "", "", (), FREE, reserved=True))
-            raise
+            await self._link.ask(self._leases.make, plan, amounts, ask.model)
+        answer = await self._link.reserve(id, plan, amounts, ask.model, self._ttl)
         if isinstance(answer, Granted):
             return self._grant(id, ask, amounts, plan, answer)
         if isinstance(answer, Denied):
@@ -268,7 +265,7 @@ class Quotas:
         self.numbers.granted += 1
         if granted.shadowed:
             self.numbers.shadowed += 1
-        return Admission(id, ask, Usage(amounts[1], 0, amounts[2]), degraded, plan, granted)
+        return Admission(id, ask, degraded, amounts, plan, granted)
 
     def _deny(self, plan: Plan, denied: Denied) -> Refused:
         check = plan.checks[denied.check]

@@ -32,6 +32,8 @@ class Breaker:
         return max(0.0, self._probe_at - self._clock()) if self._probe_at is not None else 0.0
 
     def succeeded(self) -> None:
+        if not self._failures:
+            return
         self._failures = 0
         self._pause = FIRST_PAUSE
         self._probe_at = None

@@ -68,18 +68,22 @@ class Counter:
 
     def give_back(self, surplus: float, seq: int) -> None:
         """Make a bucket's level what it were had charge `seq` been so much smaller."""
-        least = next((low for number, low in self.lows if number > seq), self.level)
-        given = min(surplus, least, self.level)
+        lows = self.lows
+        if not lows or lows[-1][0] <= seq:  # no charge came after this one
+            self.level = self.level - surplus if surplus < self.level else 0.0
+            return
+        first = next(low for number, low in lows if number > seq)
+        given = min(surplus, first, self.level)
         if given <= 0:
             return
         self.level -= given
-        least, lows = self.level, []
-        for number, low in reversed(self.lows):
+        least, kept = self.level, []
+        for number, low in reversed(lows):
             lowered = low - given if number > seq else low
             if lowered < least:
                 least = lowered
-                lows.append((number, lowered))
-        self.lows = lows[::-1]
+                kept.append((number, lowered))
+        self.lows = kept[::-1]
 
     def empty(self) -> None:
         """Forget what a bucket holds; earlier charges get nothing back."""

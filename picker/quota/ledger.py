@@ -329,10 +329,11 @@ class Ledger:
     def _recharge(self, line: Line, amount: int, now: float, *, final: bool = True) -> None:
         """Charge a line's counter the difference to what the line holds."""
         difference = amount - line.amount
-        counter = self.counter(line.key)
+        counter = self.counters.get(line.key) or self.counter(line.key)
         if counter.rate < 0 <= line.rate:  # it was forgotten since
             counter.rate, counter.at = line.rate, now
-        counter.until = max(counter.until, line.until)
+        if line.until > counter.until:
+            counter.until = line.until
         counter.value += difference
         if final:
             counter.settled += amount

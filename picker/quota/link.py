@@ -6,17 +6,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from picker.quota.breaker import Breaker
 from picker.quota.outage import Debts, Owed
-from picker.quota.plan import FREE
+from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan
 from picker.quota.policy import Policy
-from picker.quota.store import Change, Changes, Conflict, Entry, Store, StoreDown
+from picker.quota.store import Change, Changes, Conflict, Entry, Stale, Store, StoreDown
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ class Link:
         """Whether the store answers."""
         return not self._breaker.open
 
-    async def ask(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def ask(self, work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the store says, unless it said nothing lately.
 
         Raises:
@@ -51,9 +51,29 @@ class Link:
         if self._breaker.open:
             raise StoreDown("it did not answer lately")
         try:
-            answer = await work()
+            answer = await work(*args, **kwargs)
         except StoreDown as problem:
             self._failed(problem)
+            raise
+        self._breaker.succeeded()
+        return answer
+
+    async def reserve(
+        self, id: str, plan: Plan, amounts: Amounts, model: str, ttl: float
+    ) -> Granted | Denied | Stale:
+        """As the store does. What it may have done unheard is given back when it is heard again.
+
+        Raises:
+            StoreDown: as `ask` does.
+        """
+        if not self.up:
+            raise StoreDown("it did not answer lately")
+        try:
+            answer = await self.store.reserve(id, plan, amounts, model, ttl)
+        except (StoreDown, asyncio.CancelledError) as problem:
+            if isinstance(problem, StoreDown):
+                self._failed(problem)
+            self.owe(Owed(id, "", "", (), FREE, reserved=True))
             raise
         self._breaker.succeeded()
         return answer
@@ -72,11 +92,15 @@ class Link:
             self.owe(owed)
             return
         try:
-            await self.ask(partial(self._pay_one, owed))
-        except (StoreDown, asyncio.CancelledError) as problem:
+            await self._pay_one(owed)
+        except StoreDown as problem:
+            self._failed(problem)
             self.owe(owed)
-            if isinstance(problem, asyncio.CancelledError):
-                raise
+        except asyncio.CancelledError:
+            self.owe(owed)
+            raise
+        else:
+            self._breaker.succeeded()
 
     def owe(self, owed: Owed) -> None:
         """Settle when the store is back; what it may know nothing of does no harm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -15,8 +15,7 @@ from picker.quota.store_memory import MemoryStore
 MAX_OWED = 100_000  # settlements that are kept for it; the oldest go first, and are lost
 
 
-@dataclass(frozen=True, slots=True)
-class Owed:
+class Owed(msgspec.Struct, frozen=True):
     """A settlement that the store has not confirmed. To send it twice does no harm."""
 
     id: str
