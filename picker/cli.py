@@ -11,6 +11,7 @@ COMMANDS = {  # name: (module, attribute, one line of help)
     "up": ("picker.commands.up", "up", "Start workers, picker and Envoy on this machine."),
     "pick": ("picker.commands.pick", "pick", "Pick endpoints for Envoy."),
     "work": ("worker.cli", "work", "Serve one model with an OpenAI API."),
+    "quota": ("picker.commands.quota", "quota", "Administer tenants, limits, grants and keys."),
     "envoy": ("picker.commands.envoy", "envoy", "Print Envoy's configuration."),
     "explain": ("picker.commands.explain", "explain", "Show why the last picks went where."),
     "index": ("picker.commands.index", "index", "Show what the pods say that they hold."),

@@ -34,6 +34,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+HalfShare = Annotated[float, msgspec.Meta(gt=0, le=0.5)]
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -176,6 +180,29 @@ class Flow(Section, frozen=True):
     saturation: Saturation = Saturation()
 
 
+class Leases(Section, frozen=True):
+    """Parts of limits that a picker takes at once, to admit from without asking the store."""
+
+    enabled: bool = False
+    period: Duration = Duration(1.0)
+    share: HalfShare = 0.05  # of each limit, for one picker
+
+
+class Quota(Section, frozen=True):
+    """Who may use how much. Limits themselves are in the store: `warmpath quota set`."""
+
+    enabled: bool = False
+    store: str = "sqlite:///var/lib/warmpath/quota.db"  # memory:, sqlite:, redis:
+    timeout: Duration = Duration(0.1)  # until a store that does not answer is down
+    on_failure: Literal["share", "open", "closed"] = "share"  # of limits that do not say
+    replicas: Replicas = 1  # pickers that share the limits while the store is down
+    zone: str = "UTC"  # of days and months, for limits that do not say
+    reservation_ttl: Duration = Duration(7200.0)  # longer than any request
+    cached_cost: Part = 1.0  # what a prompt token from the cache counts
+    expected_output: Tokens = 512  # tokens to reserve where neither request nor history tells
+    leases: Leases = Leases()
+
+
 class Envoy(Section, frozen=True):
     """What `warmpath envoy` and `warmpath up` make of it."""
 
@@ -201,6 +228,7 @@ class Config(Section, frozen=True):
     sessions: Sessions = Sessions()
     identity: Identity = Identity()
     flow: Flow = Flow()
+    quota: Quota = Quota()
     envoy: Envoy = Envoy()
     max_body: Size = Size(16 * MIB)
     usage: bool = True  # read token usage from responses
@@ -219,6 +247,9 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "flow.ttl": ("0s", "168h"),
     "flow.maxBytes": ("0", "1000GiB"),
     "flow.tenantBytes": ("0", "1000GiB"),
+    "quota.timeout": ("1ms", "10s"),
+    "quota.reservationTtl": ("1s", "168h"),
+    "quota.leases.period": ("50ms", "1m"),
     "envoy.timeout": ("0s", "168h"),
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.METHOD_NOT_ALLOWED: "invalid_request_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "invalid_request_error",
@@ -26,20 +28,27 @@ class Refusal(Exception):
     """
 
     def __init__(
-        self, status: int, reason: str, message: str, *, retry_after: int | None = None
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        retry_after: int | None = None,
+        headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         super().__init__(message)
         self.status = HTTPStatus(status)
         self.reason = reason
         self.message = message[:MAX_MESSAGE]
         self.retry_after = retry_after  # whole seconds, at least 1
+        self._more_headers = tuple(headers)
 
     @property
     def headers(self) -> list[tuple[str, str]]:
         headers = [("content-type", "application/json"), ("x-warmpath-refused", self.reason)]
         if self.retry_after is not None:
             headers.append(("retry-after", str(self.retry_after)))
-        return headers
+        return [*headers, *self._more_headers]
 
     @property
     def body(self) -> bytes:

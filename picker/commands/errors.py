@@ -15,3 +15,21 @@ class CheckFailed(click.ClickException):
     """What --check says no with."""
 
     exit_code = 3
+
+
+class NotFound(click.ClickException):
+    """What was named is not there."""
+
+    exit_code = 3
+
+
+class Conflicting(click.ClickException):
+    """Somebody else has changed it meanwhile."""
+
+    exit_code = 4
+
+
+class Unreachable(click.ClickException):
+    """The store, or who asks it for us, does not answer."""
+
+    exit_code = 5

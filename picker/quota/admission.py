@@ -1,0 +1,294 @@
+"""May a request pass, and what did it use: the quotas of one picker.
+
+admit -> lease | store.reserve -> | over the limit: 429, barred: 403
+                   | store down: shares of the limits, or 503
+settle -> lease | store.settle -> | store down: kept until it is back
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from picker.config import Quota
+from picker.quota import answers
+from picker.quota.estimate import Outputs
+from picker.quota.leases import Lease, Leases
+from picker.quota.ledger import label
+from picker.quota.link import Link
+from picker.quota.model import fit_name
+from picker.quota.outage import Owed, Shares
+from picker.quota.plan import FREE, Amounts, Barred, Denied, Granted, Plan, Spent
+from picker.quota.policy import Policy
+from picker.quota.store import Store, StoreDown
+from picker.refusal import Refusal
+from picker.usage import Usage
+
+MAX_RELOADS = 10  # of a policy that changes while a request is looked at
+LOOKUP_SECONDS = 0.2  # between two looks at the store for keys that are not known
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request that wants to pass.
+
+    Args:
+        subject: whose it is: `tenant/alice`, or `key/ID`.
+        model: that it names; empty where it names none.
+        prompt_tokens: counted or estimated.
+        max_tokens: that its answer may have at most; None where it does not say.
+        digest: of the API key that it came with, checked again with the limits.
+    """
+
+    subject: str
+    model: str = ""
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    digest: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """A request that may pass. It holds what it reserved until `Quotas.settle`."""
+
+    id: str  # of its reservation
+    ask: Ask
+    degraded: bool  # the store is down: nobody else knows of this request yet
+    _amounts: Amounts
+    _plan: Plan
+    _granted: Granted
+    _settled: bool = False
+
+    @property
+    def estimate(self) -> Usage:
+        """What was reserved: to settle with where an answer tells no usage."""
+        return Usage(self._amounts[1], 0, self._amounts[2])
+
+    @property
+    def headers(self) -> answers.Headers:
+        """`x-ratelimit-*`, for the answer."""
+        return answers.limit_headers(self._plan.checks, self._granted.standings)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that may not pass."""
+
+    refusal: Refusal  # for the client
+    limit: str | None = None  # that bound, `tenant/alice total-tokens/minute`
+    retry_after: float | None = None  # seconds until it would pass, if nothing else came
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Counts since the start, for metrics."""
+
+    granted: int = 0
+    leased: int = 0  # of those, without asking the store
+    degraded: int = 0  # of those, while it was down
+    shadowed: int = 0  # of those, that a limit in shadow would have refused
+    denied: Counter[str] = field(default_factory=Counter)  # by the limit's name
+    barred: int = 0
+    unavailable: int = 0  # refused because the store was down
+
+
+class Quotas:
+    """Admission and settlement for one picker, over one store.
+
+    Args:
+        steady: seconds that never jump.
+    """
+
+    def __init__(
+        self, store: Store, config: Quota, steady: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.numbers = Numbers()
+        self.policy = Policy(config.zone, config.on_failure)
+        self._store = store
+        self._config = config
+        self._steady = steady
+        self._ttl = float(config.reservation_ttl)
+        self._name = secrets.token_hex(6)
+        self._ids = count()
+        self._outputs = Outputs(config.expected_output)
+        self._link = Link(store, self.policy, steady)
+        self._shares = Shares(config.replicas, store.wall, steady)
+        self._looked_at = -math.inf
+        self._leases: Leases | None = None
+        if config.leases.enabled:
+            self._leases = Leases(
+                store,
+                self._finish,
+                name=self._name,
+                period=float(config.leases.period),
+                share=config.leases.share,
+                ttl=self._ttl,
+                steady=steady,
+            )
+
+    async def start(self) -> None:
+        """Read the limits. A store that is down is waited for in the background."""
+        with suppress(StoreDown):
+            await self._link.read()
+
+    async def close(self) -> None:
+        """Give back what is held, and settle what can be; then close the store."""
+        if self._leases is not None:
+            await self._leases.close()
+        await self._link.close()
+
+    @property
+    def store_up(self) -> bool:
+        """Whether the store answers. The gauge to alert on."""
+        return self._link.up
+
+    @property
+    def owed(self) -> int:
+        """Settlements that wait for the store."""
+        return len(self._link.debts)
+
+    @property
+    def lost(self) -> int:
+        """Settlements that were given up because too many waited."""
+        return self._link.debts.lost
+
+    async def admit(self, ask: Ask) -> Admission | Refused:
+        """Reserve what a request may use of every limit that it meets, or refuse it."""
+        output = self._outputs.expected(ask.subject, ask.model, ask.max_tokens)
+        prompt = ask.prompt_tokens
+        amounts = (1, prompt, output, prompt + output, 1)
+        id = f"{self._name}-{next(self._ids)}"
+        if not fit_name(ask.model):  # no limit can name it
+            ask = msgspec.structs.replace(ask, model="")
+        try:
+            for _ in range(MAX_RELOADS):
+                answer = await self._try(id, ask, amounts)
+                if answer is not None:
+                    return answer
+                await self._link.read()
+        except StoreDown:
+            pass
+        return await self._degraded(f"{id}-here", ask, amounts)
+
+    async def settle(self, admission: Admission | str, usage: Usage | None) -> None:
+        """A request has ended: replace what it reserved by what it used, once. Never raises.
+
+        Args:
+            admission: or the id of one, which another picker may have made.
+            usage: what the answer told; None when nothing was served: all is given back.
+        """
+        spent = self._spent(usage)
+        if isinstance(admission, str):
+            await self._link.settle(Owed(admission, "", "", (), spent, reserved=True))
+            return
+        if admission._settled:
+            return
+        admission._settled = True
+        ask = admission.ask
+        if usage is not None:
+            self._outputs.learn(ask.subject, ask.model, usage.completion_tokens)
+        if self._leases is not None and self._leases.settle(admission.id, spent):
+            return
+        if admission.degraded:
+            await self._shares.settle(admission.id, spent)
+        lines, reserved = admission._granted.lines, not admission.degraded
+        await self._link.settle(Owed(admission.id, ask.subject, ask.model, lines, spent, reserved))
+
+    async def find_key(self, digest: str) -> str | None:
+        """Whose API key has a digest; keys that are new are looked for in the store."""
+        found = self.policy.key_subject(digest)
+        if found is None and self._steady() - self._looked_at >= LOOKUP_SECONDS:
+            self._looked_at = self._steady()
+            with suppress(StoreDown):
+                await self._link.read()
+            found = self.policy.key_subject(digest)
+        return found
+
+    async def _try(self, id: str, ask: Ask, amounts: Amounts) -> Admission | Refused | None:
+        """The answer by the limits as they are known; None when they are no longer the store's.
+
+        Raises:
+            StoreDown: it says nothing.
+        """
+        plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+        if _bar(self.policy, plan, ask) is not None:
+            await self._link.read()  # it may be barred no longer
+            plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+            if (barred := _bar(self.policy, plan, ask)) is not None:
+                self.numbers.barred += 1
+                return Refused(answers.barred(barred))
+        if self._leases is not None:
+            granted = self._leases.take(id, plan, amounts, ask.model)
+            if granted is not None:
+                self.numbers.leased += 1
+                return self._grant(id, ask, amounts, plan, granted)
+            await self._link.ask(self._leases.make, plan, amounts, ask.model)
+        answer = await self._link.reserve(id, plan, amounts, ask.model, self._ttl)
+        if isinstance(answer, Granted):
+            return self._grant(id, ask, amounts, plan, answer)
+        if isinstance(answer, Denied):
+            return self._deny(plan, answer)
+        return None
+
+    async def _degraded(self, id: str, ask: Ask, amounts: Amounts) -> Admission | Refused:
+        """The answer while the store is down."""
+        plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+        if (barred := _bar(self.policy, plan, ask)) is not None:
+            self.numbers.barred += 1
+            return Refused(answers.barred(barred))
+        answer = await self._shares.reserve(id, plan, amounts, ask.model, self._ttl)
+        if answer is None or (not self._link.known and self._config.on_failure == "closed"):
+            self.numbers.unavailable += 1
+            return Refused(answers.unavailable())
+        if isinstance(answer, Denied):
+            return self._deny(plan, answer)
+        self.numbers.degraded += 1
+        return self._grant(id, ask, amounts, plan, answer, degraded=True)
+
+    def _grant(
+        self,
+        id: str,
+        ask: Ask,
+        amounts: Amounts,
+        plan: Plan,
+        granted: Granted,
+        *,
+        degraded: bool = False,
+    ) -> Admission:
+        self.numbers.granted += 1
+        if granted.shadowed:
+            self.numbers.shadowed += 1
+        return Admission(id, ask, degraded, amounts, plan, granted)
+
+    def _deny(self, plan: Plan, denied: Denied) -> Refused:
+        check = plan.checks[denied.check]
+        self.numbers.denied[check.limit.name] += 1
+        return Refused(answers.over_limit(plan.checks, denied), label(check), denied.wait)
+
+    def _spent(self, usage: Usage | None) -> Spent:
+        """What limits and books count of a usage: cached prompt tokens may cost less."""
+        if usage is None:
+            return FREE
+        prompt, output = usage.prompt_tokens, usage.completion_tokens
+        cached = min(usage.cached_tokens or 0, prompt)
+        counted = prompt - cached + math.ceil(cached * self._config.cached_cost)
+        return Spent((1, counted, output, counted + output, 0), prompt, cached, output)
+
+    async def _finish(self, lease: Lease) -> None:
+        """Settle a lease that is over."""
+        lines, subject = lease.granted.lines, lease.plan.subject
+        await self._link.settle(Owed(lease.id, subject, lease.model, lines, lease.spent, True))
+
+
+def _bar(policy: Policy, plan: Plan, ask: Ask) -> Barred | None:
+    """Why a subject's requests do not pass at all."""
+    if ask.digest is not None and policy.key_subject(ask.digest) != ask.subject:
+        return Barred(ask.subject, "this is not its key any more")
+    return plan.barred

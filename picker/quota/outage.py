@@ -1,0 +1,114 @@
+"""What holds while the store is down, and what it is owed when it is back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from picker.quota.plan import Amounts, Check, Denied, Granted, Line, Plan, Spent, line_of
+from picker.quota.store import Stale
+from picker.quota.store_memory import MemoryStore
+
+MAX_OWED = 100_000  # settlements that are kept for it; the oldest go first, and are lost
+
+
+class Owed(msgspec.Struct, frozen=True):
+    """A settlement that the store has not confirmed. To send it twice does no harm."""
+
+    id: str
+    subject: str
+    model: str
+    lines: Sequence[Line]  # to charge where there is no reservation
+    spent: Spent
+    reserved: bool  # whether the store may have a reservation of this id
+
+
+class Shares:
+    """Limits kept here: each replica lets pass its part of them.
+
+    A limit with `share` holds with its amount divided by the replicas, `open` not at all, and
+    with `closed` nothing passes. Over all replicas and outages no more than each limit passes
+    beside what the store counts, and all of it is charged there later.
+
+    Args:
+        replicas: how many pickers there are.
+    """
+
+    def __init__(
+        self, replicas: int, wall: Callable[[], float], steady: Callable[[], float]
+    ) -> None:
+        self._replicas = replicas
+        self._store = MemoryStore(wall, steady)
+        self._wall = wall
+        self._plans: dict[Plan, Plan] = {}  # of one version
+
+    async def reserve(
+        self, id: str, plan: Plan, amounts: Amounts, model: str, ttl: float
+    ) -> Granted | Denied | None:
+        """As a store does; None when a limit that must hold cannot be checked.
+
+        What is granted has the lines of all limits of the plan.
+        """
+        if any(check.on_failure == "closed" and not check.shadow for check in plan.checks):
+            return None
+        answer = await self._store.reserve(id, self._shared(plan), amounts, model, ttl)
+        assert not isinstance(answer, Stale)
+        if isinstance(answer, Denied):
+            return answer
+        return Granted(lines_of(plan, self._wall()), answer.standings, answer.shadowed)
+
+    async def settle(self, id: str, spent: Spent) -> None:
+        await self._store.settle(id, spent)
+
+    def _shared(self, plan: Plan) -> Plan:
+        found = self._plans.get(plan)
+        if found is None:
+            if self._plans and next(iter(self._plans)).version != plan.version:
+                self._plans.clear()
+            checks = tuple(
+                self._share(check) for check in plan.checks if check.on_failure == "share"
+            )
+            found = self._plans[plan] = replace(plan, version="0", checks=checks)
+        return found
+
+    def _share(self, check: Check) -> Check:
+        if not check.capacity:
+            return check
+        capacity = max(1, check.capacity // self._replicas)
+        rate = check.rate * capacity / check.capacity if check.rate > 0 else check.rate
+        limit = msgspec.structs.replace(check.limit, amount=capacity)
+        return replace(check, capacity=capacity, rate=rate, grants=(), limit=limit)
+
+
+class Debts:
+    """What the store is owed, oldest first."""
+
+    def __init__(self) -> None:
+        self.lost = 0  # settlements that were given up
+        self._owed: deque[Owed] = deque()
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+    def add(self, owed: Owed) -> None:
+        if len(self._owed) >= MAX_OWED:
+            self._owed.popleft()
+            self.lost += 1
+        self._owed.append(owed)
+
+    @property
+    def first(self) -> Owed | None:
+        return self._owed[0] if self._owed else None
+
+    def paid(self, owed: Owed) -> None:
+        """It was the first, unless that was given up meanwhile."""
+        if self._owed and self._owed[0] is owed:
+            self._owed.popleft()
+
+
+def lines_of(plan: Plan, wall: float) -> tuple[Line, ...]:
+    """The lines of a plan's limits, holding nothing."""
+    return tuple(line_of(check, wall) for check in plan.checks)

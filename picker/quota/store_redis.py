@@ -1,0 +1,480 @@
+"""The store of many pickers: one Redis, or one slot of a Redis cluster.
+
+Each admission is one call of a script (`lua/`), which sees and changes everything at once and goes
+by Redis' own clock. All keys of a store have one hash tag, its name. What Redis loses, by a crash
+without an append-only file or by failing over to a replica, is lost: an end whose reservation is
+gone is charged all the same, and a store that is empty is told by its version.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, urlsplit, urlunsplit
+
+import msgspec
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+
+from picker.quota.bucket import Counter, Low
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey, label
+from picker.quota.model import QuotaError, Subject
+from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent, Standing
+from picker.quota.policy import Record
+from picker.quota.store import (
+    KEPT_DAYS,
+    MAX_AUDIT,
+    Change,
+    Changes,
+    Conflict,
+    Correction,
+    Count,
+    Dump,
+    Entry,
+    Fault,
+    Stale,
+    StoreDown,
+    count,
+    faults,
+)
+
+MAX_CONNECTIONS = 64
+MAX_ROUNDS = 3  # of asking again with other windows
+MAX_PACKED = 10_000  # plans whose checks are kept as bytes
+LOOKS = 3  # at a store that others use, before a fault is believed
+
+_pack = msgspec.msgpack.encode
+_unpack = msgspec.msgpack.decode
+_COUNTER = msgspec.msgpack.Decoder(tuple[int, int, float, float, float, int, list[Low], float])
+_RESERVATION = msgspec.msgpack.Decoder(Reservation)
+_ENTRY = msgspec.json.Decoder(Entry)
+_SUBJECT = msgspec.json.Decoder(Subject)
+
+
+class _Granted(msgspec.Struct, array_like=True, tag="granted"):
+    now: float
+    lines: tuple[Line, ...]
+    standings: tuple[Standing, ...]
+    shadowed: tuple[int, ...]
+
+
+class _Denied(msgspec.Struct, array_like=True, tag="denied"):
+    now: float
+    check: int
+    wait: float  # negative: never
+    amount: int
+    standings: tuple[Standing, ...]
+
+
+class _Stale(msgspec.Struct, array_like=True, tag="stale"):
+    """The plan's version is not the store's."""
+
+
+class _Clock(msgspec.Struct, array_like=True, tag="clock"):
+    """A calendar window of the plan is not that of Redis' time."""
+
+    now: float
+
+
+class _Conflict(msgspec.Struct, array_like=True, tag="conflict"):
+    name: str
+    expected: int
+    found: int
+
+
+class _Written(msgspec.Struct, array_like=True, tag="written"):
+    version: str
+
+
+_RESERVED = msgspec.msgpack.Decoder(_Granted | _Denied | _Stale | _Clock)
+_WRITTEN = msgspec.msgpack.Decoder(_Written | _Conflict)
+
+
+class _Packed(msgspec.Struct):
+    """A plan as the script takes it, while its calendar windows last."""
+
+    start: float
+    end: float
+    keys: list[bytes]  # of counters and grants
+    checks: bytes
+
+
+class RedisStore:
+    """Counters, reservations, records, audit and books in Redis.
+
+    Args:
+        url: `redis://HOST:PORT/DB`, `rediss://` for TLS, `redis+cluster://` for a cluster; with
+            `?name=NAME` for one of several stores there.
+        timeout: seconds for a connection and for each answer.
+
+    Raises:
+        QuotaError: the URL cannot be used. That nobody answers there is found out later.
+    """
+
+    def __init__(self, url: str, timeout: float = 0.1) -> None:
+        parts = urlsplit(url)
+        name = parse_qs(parts.query).get("name", ["default"])[0]
+        self._prefix = f"{{warmpath:{name}}}"
+        self._client = _client(url, timeout)
+        self._shown = f"redis at {parts.hostname}:{parts.port or 6379}"  # without a password
+        self._version_key = self._key("version")
+        self._packed: dict[Plan, _Packed] = {}  # plans of one version
+        self._version = ""
+        self._offset = 0.0  # of Redis' clock to ours
+        self._keep_at = 0.0  # when to renew the time to live of records
+
+    def wall(self) -> float:
+        return time.time() + self._offset
+
+    async def reserve(
+        self, id: str, plan: Plan, amounts: Amounts, model: str, ttl: float
+    ) -> Granted | Denied | Stale:
+        head = _pack((id, plan.subject, model, ttl, amounts))
+        for _ in range(MAX_ROUNDS):
+            packed = self._pack_plan(plan)
+            raw = await self._run("reserve", packed.keys, plan.version, head, packed.checks)
+            answer = _RESERVED.decode(raw)
+            if isinstance(answer, _Stale):
+                return Stale()
+            self._offset = answer.now - time.time()
+            if isinstance(answer, _Granted):
+                return Granted(answer.lines, answer.standings, answer.shadowed)
+            if isinstance(answer, _Denied):
+                wait = None if answer.wait < 0 else answer.wait
+                return Denied(answer.check, wait, answer.amount, answer.standings)
+        raise StoreDown(f"the clock of {self._shown} runs away from ours")
+
+    async def settle(self, id: str, spent: Spent) -> bool | None:
+        answer = await self._run("settle", [], _pack((id, *spent)))
+        return None if answer == b"unknown" else bool(answer == b"settled")
+
+    async def charge(
+        self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
+    ) -> bool:
+        held = [msgspec.structs.replace(line, amount=0, seq=0) for line in lines]
+        elsewhere = _pack((subject, model, held))
+        answer = await self._run("settle", [], _pack((id, *spent)), elsewhere)
+        return bool(answer == b"settled")
+
+    async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
+        answer = await self._run("shrink", [], _pack((id, amounts, ttl)))
+        return bool(answer == b"shrunk")
+
+    async def changes(self, version: str) -> Changes:
+        now, how, flat = await self._run("changes", [], version)
+        records = zip(flat[::2], flat[1::2], strict=True)
+        found = {name.decode(): _record(raw) for name, raw in records}
+        return Changes(now.decode(), found, how == b"whole")
+
+    async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
+        packed = [
+            (name, expected, "" if subject is None else msgspec.json.encode(subject).decode())
+            for name, expected, subject in changes
+        ]
+        tag = secrets.token_hex(4)
+        raw = await self._run("write", [], tag, _pack(packed), _pack(_entries(entries)))
+        answer = _WRITTEN.decode(raw)
+        if isinstance(answer, _Conflict):
+            raise Conflict(answer.name, answer.expected, answer.found)
+        return answer.version
+
+    async def correct(self, corrections: Sequence[Correction], entries: Sequence[Entry]) -> None:
+        packed = [
+            (key, False if amount is None else amount, rate, until)
+            for key, amount, rate, until in corrections
+        ]
+        await self._run("correct", [], _pack(packed), _pack(_entries(entries)))
+
+    async def counts(self, keys: Sequence[str]) -> list[Count]:
+        if not keys:
+            return []
+        now, found = await self._run("counts", [self._counter_key(key) for key in keys])
+        return [count(_counter(raw), float(now)) for raw in found]
+
+    async def reservations(self, subject: str = "") -> list[Reservation]:
+        await self._run("counts", [self._counter_key("")])  # what is over, expires now
+        return [
+            held
+            for held in await self._all_reservations()
+            if not held.expired and subject in ("", held.subject)
+        ]
+
+    async def uses(self, since: int) -> dict[UseKey, Use]:
+        today = int(self.wall() // DAY)
+        days = range(max(since, today - KEPT_DAYS), today + 2)  # their clock may be ahead
+        uses: dict[UseKey, Use] = {}
+        async with self._pipeline() as pipeline:
+            for day in days:
+                pipeline.hgetall(self._key(f"use:{day}"))
+            pages = await pipeline.execute()
+        for day, page in zip(days, pages, strict=True):
+            for field, amount in page.items():
+                subject, model, what = field.decode().split("\t")
+                use = uses.setdefault((day, subject, model), Use())
+                name = what if what in ("requests", "denied") else f"{what}_tokens"
+                setattr(use, name, int(amount))
+        return uses
+
+    async def denials(self) -> list[Denial]:
+        async with self._answers():
+            found = await self._client.lrange(self._key("denials"), 0, -1)
+        denials = [_unpack(raw, type=Denial) for raw in found]
+        return [each._replace(wait=None) if each.wait == -1 else each for each in denials]
+
+    async def audit(self, subject: str = "", limit: int = 100) -> list[Entry]:
+        async with self._answers():
+            found = await self._client.lrange(self._key("audit"), 0, -1 if subject else limit - 1)
+        entries = (_entry(raw) for raw in found)
+        return [entry for entry in entries if subject in ("", entry.subject)][:limit]
+
+    async def verify(self) -> list[Fault]:
+        believed: set[Fault] | None = None
+        for _ in range(LOOKS):
+            counters = await self._all_counters()
+            found = set(faults(counters, await self._all_reservations()))
+            believed = found if believed is None else believed & found
+            if not believed:
+                break
+        return sorted(believed or ())
+
+    async def dump(self) -> Dump:
+        changes = await self.changes("")
+        return Dump(
+            {name: record for name, record in changes.records.items() if record is not None},
+            await self._all_counters(),
+            await self._all_reservations(),
+            await self.uses(0),
+            (await self.audit(limit=MAX_AUDIT))[::-1],
+        )
+
+    async def restore(self, dump: Dump) -> str:
+        for name, record in (await self.changes("")).records.items():
+            if record is not None:
+                raise Conflict(name, 0, record.revision)
+        now = self.wall()
+        async with self._pipeline() as pipeline:
+            for key, counter in dump.counters.items():
+                held = max(counter.until, now + KEPT_DAYS * DAY if counter.open else 0.0)
+                milliseconds = int(max(held - now, 0) * 1000) + 60_000
+                pipeline.set(self._counter_key(key), _pack(_row(counter)), px=milliseconds)
+            for reservation in dump.reservations:
+                held_key = self._key(f"r:{reservation.id}")
+                lasts = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
+                pipeline.set(held_key, _pack(reservation), px=lasts)
+                pipeline.zadd(self._key("due"), {reservation.id: reservation.expires})
+                pipeline.expire(self._key("due"), KEPT_DAYS * DAY)
+            for (day, subject, model), use in dump.uses.items():
+                page = self._key(f"use:{day}")
+                for what in ("requests", "prompt", "cached", "completion", "denied"):
+                    name = what if what in ("requests", "denied") else f"{what}_tokens"
+                    if amount := getattr(use, name):
+                        pipeline.hset(page, f"{subject}\t{model}\t{what}", amount)
+                pipeline.expireat(page, (day + 1 + KEPT_DAYS) * DAY)
+            for entry in dump.audit:
+                text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
+                pipeline.lpush(self._key("audit"), text)
+            await pipeline.execute()
+        changes = [Change(name, 0, record.subject) for name, record in dump.records.items()]
+        return await self.write(changes, [])
+
+    async def status(self) -> dict[str, str | int | float]:
+        started = time.perf_counter()
+        changes = await self.changes("")
+        seconds = time.perf_counter() - started
+        async with self._answers():
+            held = await self._client.zcard(self._key("due"))
+            info = await self._client.info()
+        nodes = [info] if "redis_version" in info else list(info.values())
+        return {
+            "store": "redis",
+            "at": self._shown,
+            "version": changes.version,
+            "subjects": sum(record is not None for record in changes.records.values()),
+            "reservations": held,
+            "redis": nodes[0]["redis_version"],
+            "maxmemory_policy": nodes[0]["maxmemory_policy"],
+            "persistent": int(bool(nodes[0].get("aof_enabled"))),
+            "milliseconds": round(seconds * 1000, 3),
+        }
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _key(self, name: str) -> bytes:
+        return f"{self._prefix}:{name}".encode()
+
+    def _counter_key(self, key: str) -> bytes:
+        return self._key(f"c:{key}")
+
+    def _pack_plan(self, plan: Plan) -> _Packed:
+        packed = self._packed.get(plan)
+        now = self.wall()
+        if packed is None or not packed.start <= now < packed.end:
+            if len(self._packed) >= MAX_PACKED or plan.version != self._version:
+                self._packed.clear()
+                self._version = plan.version
+            packed = self._packed[plan] = self._packed_at(plan, now)
+        return packed
+
+    def _packed_at(self, plan: Plan, now: float) -> _Packed:
+        start, end = 0.0, float("inf")
+        keys: dict[bytes, int] = {}  # with their numbers among those of values, from 1
+
+        def number(key: str) -> int:
+            return keys.setdefault(self._counter_key(key), len(keys) + 1)
+
+        checks = []
+        for check in plan.checks:
+            key, span = check.key, (0, 0)
+            if check.calendar is not None:
+                span = check.calendar.span(now)
+                key = f"{key}\t{span[0]}"
+                start, end = max(start, span[0]), min(end, span[1])
+            grants = [
+                (draw.key, number(draw.key), draw.amount, draw.expires) for draw in check.grants
+            ]
+            checks.append(
+                (
+                    key,
+                    number(key),
+                    check.what,
+                    check.capacity,
+                    check.rate,
+                    *span,
+                    grants,
+                    check.shadow,
+                    label(check),
+                )
+            )
+        return _Packed(start, end, list(keys), _pack(checks))
+
+    async def _run(self, name: str, keys: Sequence[bytes], *values: bytes | str) -> Any:
+        """Run a script, which the server may have to be told first.
+
+        Raises:
+            StoreDown: no answer, or not in time, or an error.
+        """
+        now = time.time()
+        if now >= self._keep_at:
+            self._keep_at = now + DAY
+            await self._run("changes", [], "")
+        source, sha = self._script(name)
+        names = (self._version_key, *keys)
+        async with self._answers():
+            try:
+                return await self._client.evalsha(sha, len(names), *names, *values)
+            except NoScriptError:
+                return await self._client.eval(source, len(names), *names, *values)
+
+    def _script(self, name: str) -> tuple[str, str]:
+        """A script and its SHA-1."""
+        return _script(name)
+
+    @asynccontextmanager
+    async def _answers(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (RedisError, OSError, TimeoutError) as problem:
+            if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
+                await self._client.aclose()
+            raise StoreDown(f"{self._shown}: {problem or type(problem).__name__}") from None
+
+    @asynccontextmanager
+    async def _pipeline(self) -> AsyncIterator[Any]:
+        async with self._answers(), self._client.pipeline(transaction=False) as pipeline:
+            yield pipeline
+
+    async def _all_reservations(self) -> list[Reservation]:
+        async with self._answers():
+            ids = await self._client.zrange(self._key("due"), 0, -1)
+            keys = [self._key(f"r:{id.decode()}") for id in ids]
+            found = await self._client.mget(keys) if keys else []
+        return [_RESERVATION.decode(raw) for raw in found if raw]
+
+    async def _all_counters(self) -> dict[str, Counter]:
+        pattern = _escaped(self._counter_key("")) + b"*"
+        skip = len(self._counter_key(""))
+        async with self._answers():
+            keys = [key async for key in self._client.scan_iter(match=pattern, count=1000)]
+            found = await self._client.mget(keys) if keys else []
+        pairs = zip(keys, found, strict=True)
+        return {
+            key[skip:].decode(): counter
+            for key, raw in pairs
+            if (counter := _counter(raw)) is not None
+        }
+
+
+def _client(url: str, timeout: float) -> Any:
+    parts = urlsplit(url)
+    scheme, plus, cluster = parts.scheme.partition("+")
+    if plus and cluster != "cluster":
+        raise QuotaError(f"{parts.scheme!r} is no kind of Redis: write redis+cluster://")
+    plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
+    options: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "retry": Retry(NoBackoff(), 0),  # who waits has no time for it; admission knows what to do
+    }
+    try:
+        if cluster:
+            return RedisCluster.from_url(plain, **options)
+        pool = BlockingConnectionPool.from_url(
+            plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
+        )
+    except ValueError as problem:
+        raise QuotaError(f"{plain!r} cannot be used: {problem}") from None
+    return Redis.from_pool(pool)
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """A script with what all share before it, and its SHA-1."""
+    directory = files("picker.quota") / "lua"
+    source = "\n".join((directory / f"{each}.lua").read_text() for each in ("common", name))
+    return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _counter(raw: bytes | None) -> Counter | None:
+    return None if raw is None else Counter(*_COUNTER.decode(raw))
+
+
+def _row(counter: Counter) -> tuple[Any, ...]:
+    return (
+        counter.value,
+        counter.settled,
+        counter.rate,
+        counter.level,
+        counter.at,
+        counter.seq,
+        counter.lows,
+        counter.until,
+    )
+
+
+def _record(raw: bytes) -> Record | None:
+    revision, _, text = raw.partition(b":")
+    return Record(int(revision), _SUBJECT.decode(text)) if text else None
+
+
+def _entries(entries: Sequence[Entry]) -> list[str]:
+    return [msgspec.json.encode(entry).decode() for entry in entries]
+
+
+def _entry(raw: bytes) -> Entry:
+    revision, _, text = raw.partition(b":")
+    return _ENTRY.decode(text)._replace(revision=int(revision))
+
+
+def _escaped(pattern: bytes) -> bytes:
+    """What SCAN takes for this text, and nothing else."""
+    return re.sub(rb"([\\*?\[\]^-])", rb"\\\1", pattern)
