@@ -10,13 +10,15 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from picker.gate import Gate, Passage
 from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -60,6 +62,7 @@ class Pick:
     _director: Director
     _session: bytes  # its key
     splice: Splice | None = None  # what its body is changed by on its way
+    passage: Passage | None = None  # through the gate, where there is one
     status: int | None = None
     first_token_seconds: float | None = None
     usage: Usage | None = None
@@ -90,6 +93,16 @@ class Pick:
             if served_by is not None and served_by != self.endpoint.address:
                 self._director.moved(self, served_by)
             self._use = None  # it moves no more
+
+    @property
+    def client_headers(self) -> list[tuple[str, str]]:
+        """For its answer: what the client is told of its limits."""
+        return [] if self.passage is None else self.passage.headers
+
+    def streamed(self, tokens: int) -> None:
+        """So many more tokens of its answer passed."""
+        if self.passage is not None and self.outcome is None:
+            self.passage.streamed(tokens)
 
     def first_token(self, after: float | None = None) -> None:
         """The first bytes of the response's body came, `after` seconds from the pick."""
@@ -127,14 +140,16 @@ class Director:
         metrics: PickerMetrics,
         journal: Journal,
         models: frozenset[str] = frozenset(),
-        wants_usage: Callable[[LLMRequest], bool] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """
         Args:
-            wants_usage: whether somebody counts the tokens of a stream. If its client did not ask
-                for them, the server is asked, and what it adds to the stream is taken out again.
+            gate: what requests pass before their picks, and which counts their tokens. The server
+                of a stream whose client did not ask for its usage is asked by us, and what it adds
+                to the stream is taken out again.
         """
-        self.wants_usage = wants_usage
+        self._gate = gate
+        self.counts_usage = gate is not None
         self._pool = pool
         self._load = load
         self._prefix = prefix
@@ -152,8 +167,9 @@ class Director:
         headers: Mapping[str, str],
         body: bytes | None,
         subset: tuple[str, ...] | None = None,
+        claim: str | None = None,
     ) -> Pick | Coroutine[None, None, Pick]:
-        """The endpoint for a request as it came: `request.parse`, then `pick`.
+        """The endpoint for a request as it came: `request.parse`, the gate, then `pick`.
 
         Returns the pick itself where nothing has to be waited for, which is what most requests
         meet and spares them a task.
@@ -162,17 +178,30 @@ class Director:
             Refusal: theirs, from here or from what is awaited. It is counted.
         """
         try:
-            request = parse(method, path, headers, body, subset=subset)
+            request = parse(method, path, headers, body, subset=subset, claim=claim)
             tokens = self._prefix.prepare(request)
         except Exception as problem:
             raise self._refusal(problem) from None
-        return self.pick(request) if tokens is None else self._pick_after(tokens, request)
+        if tokens is None and self._gate is None:
+            return self.pick(request)
+        return self._pick_later(request, tokens)
 
-    async def _pick_after(self, tokens: Awaitable[None], request: LLMRequest) -> Pick:
-        await tokens
-        return self.pick(request)
+    async def _pick_later(self, request: LLMRequest, tokens: Awaitable[None] | None) -> Pick:
+        if tokens is not None:
+            await tokens
+        if self._gate is None:
+            return self.pick(request)
+        try:
+            passage = await self._gate.enter(request)
+        except Exception as problem:
+            raise self._refusal(problem) from None
+        try:
+            return self.pick(request, passage)
+        except Refusal:
+            passage.left(None)
+            raise
 
-    def pick(self, request: LLMRequest) -> Pick:
+    def pick(self, request: LLMRequest, passage: Passage | None = None) -> Pick:
         """The endpoint for a request, credited with its load.
 
         Raises:
@@ -184,6 +213,9 @@ class Director:
             pick = self._pick(request)
         except Exception as problem:
             raise self._refusal(problem) from None
+        if passage is not None:
+            pick.passage = passage
+            passage.picked(pick.endpoint)
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
 
@@ -241,20 +273,24 @@ class Director:
         self._journal.record(pick)
         return pick
 
-    def _candidates(self, request: LLMRequest) -> np.ndarray:
+    def _candidates(self, request: LLMRequest) -> NDArray[np.intp]:
         """Slots of the endpoints that may serve a request."""
         if not self._pool.endpoints:
             raise Refusal(503, "no_endpoints", "the pool has no endpoint", retry_after=5)
         if request.subset is None:
-            return self._pool.slots
+            return self._with_room(self._pool.slots)
         rows = self._pool.among(request.subset)
         if not len(rows):
             why = "no endpoint of the pool is in the subset"
             raise Refusal(503, "empty_subset", why, retry_after=RETRY_SECONDS)
-        return rows
+        return self._with_room(rows)
+
+    def _with_room(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """What was let go because one endpoint had room is not for another."""
+        return rows if self._gate is None else self._gate.with_room(rows)
 
     def _splice(self, request: LLMRequest) -> Splice | None:
-        if not request.stream or self.wants_usage is None or not self.wants_usage(request):
+        if not request.stream or not self.counts_usage:
             return None
         return ask_for_usage(request.body, request.stream_options)
 
@@ -275,6 +311,8 @@ class Director:
         pick._credited_tokens = pick.uncached_tokens if pick.first_token_seconds is None else 0
         self._load.credit(served, pick._credited_tokens)
         self._sessions.keep(pick._session, served)
+        if pick.passage is not None:
+            pick.passage.moved(served)
         self._metrics.moved()
 
     def prefilled(self, pick: Pick) -> None:
@@ -285,12 +323,30 @@ class Director:
         self._load.release(pick.endpoint, pick._credited_tokens)
         self._waits_no_more(pick)
         pick._use = None  # the journal keeps the pick, not its keys
+        if pick.passage is not None:
+            pick.passage.left(_used(pick, pick.passage))
+            pick.passage = None
         self._metrics.ended(pick)
 
     def _waits_no_more(self, pick: Pick) -> None:
         pick._credited_tokens = 0
         self._load.waits_no_more(pick.endpoint, pick._sent_at)
         pick._sent_at = -math.inf
+
+
+def _used(pick: Pick, passage: Passage) -> Usage | None:
+    """What a request used, for its quotas; None: nothing that it has to pay for.
+
+    A client that leaves pays for its prompt and for what was made for it until then. Whom we or the
+    pods failed pays nothing.
+    """
+    if pick.usage is not None:
+        return pick.usage
+    if pick.outcome is Outcome.FAILED or (pick.status is not None and pick.status >= 300):
+        return None
+    if pick.outcome is Outcome.ABORTED:
+        return Usage(passage.prompt_tokens, None, passage.tokens_seen)
+    return passage.spent()
 
 
 def _raised_at(problem: Exception) -> str:

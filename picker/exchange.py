@@ -110,7 +110,14 @@ class Replace:
     data: bytes
 
 
-Reply = Message | Steer | Await | Chunk | Replace | Refusal
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """The response's headers go on, with these set."""
+
+    headers: Sequence[tuple[str, str]]
+
+
+Reply = Message | Steer | Await | Chunk | Replace | Tell | Refusal
 
 
 class Ask(NamedTuple):
@@ -121,6 +128,7 @@ class Ask(NamedTuple):
     headers: Mapping[str, str]  # lower-case names
     body: bytes | None  # None: it was not shown to us, or not all of it
     subset: tuple[str, ...] | None  # endpoints that it may go to; None: all
+    claim: str | None = None  # of a token that the gateway has verified: who asks
 
 
 # Of a request whose body changes on its way in full duplex, where nobody waits for its length. The
@@ -143,6 +151,7 @@ class Exchange:
         "_body_unseen",
         "_carrier",
         "_chunks",
+        "_claim",
         "_events",
         "_headers",
         "_last_piece",
@@ -189,6 +198,7 @@ class Exchange:
         self._response_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._headers: Mapping[str, str] | None = None
         self._subset: tuple[str, ...] | None = None
+        self._claim: str | None = None
         self._chunks: list[bytes] = []
         self._length = 0
         self._request_done = False
@@ -218,17 +228,22 @@ class Exchange:
     # The request
 
     def request_headers(
-        self, headers: Mapping[str, str], end: bool, subset: tuple[str, ...] | None
+        self,
+        headers: Mapping[str, str],
+        end: bool,
+        subset: tuple[str, ...] | None,
+        claim: str | None = None,
     ) -> Sequence[Reply]:
         """
         Args:
             headers: lower-case names, `:method` and `:path` among them; repeated ones joined.
             end: there is neither body nor trailers.
             subset: the gateway's hint; empty when it allows no endpoint.
+            claim: of a token that the gateway has verified.
         """
         if self._headers is not None:
             return _NO_REPLY
-        self._headers, self._subset = headers, subset
+        self._headers, self._subset, self._claim = headers, subset, claim
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_body:
             return [self._too_large()]
@@ -286,7 +301,7 @@ class Exchange:
         if method not in METHODS:
             return [self._refuse(*unknown_method(method))]
         self._carrier = carrier
-        self.asks = Ask(method, headers.get(":path", ""), headers, body, self._subset)
+        self.asks = Ask(method, headers.get(":path", ""), headers, body, self._subset, self._claim)
         return _NO_REPLY
 
     def routed(self, pick: Pick) -> Sequence[Reply]:
@@ -406,7 +421,8 @@ class Exchange:
         if end:
             self._complete()
             self.over = True
-        return [Message.RESPONSE_HEADERS]
+        told = None if self._pick is None else self._pick.client_headers
+        return [Tell(told) if told else Message.RESPONSE_HEADERS]
 
     def response_body(self, data: bytes, end: bool) -> Sequence[Reply]:
         self._body_unseen = False
@@ -414,6 +430,8 @@ class Exchange:
             # Of a stream of events, a comment or half a line is no token yet.
             if self._pick.first_token_seconds is None and (not self._events or b"data:" in data):
                 self._pick.first_token()
+            if self._events:
+                self._pick.streamed(data.count(b"data:"))
             if self._usage is not None:
                 self._usage.feed(data)
         if end or self._response_mode is BodyMode.BUFFERED:

@@ -348,6 +348,8 @@ class Connection(asyncio.Protocol):
         lines = pick.destination
         if pick.request_id != told:  # the client's was unfit
             lines += f"\r\n{REQUEST_ID}: {pick.request_id}"
+        for header, value in pick.client_headers:
+            lines += f"\r\n{header}: {value}"
         if pick.splice is not None:
             if self._server.reads_usage:
                 lines += _splice(pick.splice)

@@ -25,6 +25,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
+from picker.config import Identity
 from picker.exchange import (
     RESIZED,
     Await,
@@ -35,6 +36,7 @@ from picker.exchange import (
     Replace,
     Reply,
     Steer,
+    Tell,
 )
 from picker.names import (
     DESTINATION,
@@ -52,6 +54,9 @@ from picker.refusal import Refusal
 _REMOVED = tuple(name for name in OWNED_HEADERS if name != DESTINATION)  # which is overwritten
 
 
+NOBODY = Identity()  # no claim is looked for
+
+
 class Malformed(ValueError):
     """What came is no message of ext_proc's."""
 
@@ -59,8 +64,11 @@ class Malformed(ValueError):
 # Messages in
 
 
-def tell(exchange: Exchange, data: bytes) -> Sequence[Reply]:
+def tell(exchange: Exchange, data: bytes, identity: Identity = NOBODY) -> Sequence[Reply]:
     """Hand a serialised ProcessingRequest to an exchange. An unknown kind of it gets no reply.
+
+    Args:
+        identity: which claim of a verified token names who asks.
 
     Raises:
         Malformed: it is something else.
@@ -82,7 +90,9 @@ def tell(exchange: Exchange, data: bytes) -> Sequence[Reply]:
         case "request_headers":
             part = message.request_headers
             headers = header_map(part.headers.headers)
-            return exchange.request_headers(headers, part.end_of_stream, subset_hint(message))
+            claim = jwt_claim(message, identity.payload, identity.claim) if identity.claim else None
+            subset = subset_hint(message)
+            return exchange.request_headers(headers, part.end_of_stream, subset, claim)
         case "response_headers":
             part = message.response_headers
             headers = header_map(part.headers.headers)
@@ -188,6 +198,8 @@ def encode(reply: Reply) -> bytes:
             return _known_steer(reply) if ours else _steer(reply)
         case Replace(message, data):
             return _replace(message, data)
+        case Tell(headers):
+            return _tell(headers)
         case Await(responses_off):
             return _AWAIT[responses_off]
         case Refusal():
@@ -223,6 +235,14 @@ def _responses_off(response: ProcessingResponse, request_mode: BodyMode) -> None
     override.request_body_mode = int(request_mode)
     override.response_body_mode = ProcessingMode.NONE
     override.response_trailer_mode = ProcessingMode.SEND
+
+
+def _tell(headers: Sequence[tuple[str, str]]) -> bytes:
+    response = ProcessingResponse()
+    mutation = _common(response, Message.RESPONSE_HEADERS).header_mutation
+    for name, value in headers:
+        _set(mutation.set_headers, name, value)
+    return bytes(response.SerializeToString())
 
 
 def _await(responses_off: BodyMode | None) -> bytes:

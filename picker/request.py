@@ -23,6 +23,7 @@ from picker.splice import flag
 
 MAX_MODEL = 256  # characters
 MAX_CACHE_SALT = 1024  # characters; vLLM takes as many
+MAX_DIGITS = 9  # of a number of tokens
 MAX_ID = 128  # characters
 
 
@@ -58,6 +59,8 @@ class LLMRequest:
     subset: tuple[str, ...] | None = None  # endpoints that the gateway allows; None: all
     stream: bool = False  # a completion or chat that is answered event by event
     stream_options: msgspec.Raw | None = field(default=None, compare=False)  # a piece of its body
+    most_output: int | None = None  # tokens that its answers may have together; None: not said
+    claim: str | None = None  # of a token that the gateway has verified: who asks
     # The prompt's tokens, of several prompts the first one's: where picker.prefix.tokens made them.
     token_ids: NDArray[np.uint32] | None = field(default=None, compare=False)
 
@@ -69,6 +72,7 @@ def parse(
     body: bytes | None,
     *,
     subset: tuple[str, ...] | None = None,
+    claim: str | None = None,
 ) -> LLMRequest:
     """A request from its parts; `headers` have lower-case names.
 
@@ -80,6 +84,7 @@ def parse(
     """
     kind = Kind.OTHER if body is None else _kind(method, path, headers, body)
     request = LLMRequest(_id(headers), method, path, headers, body or b"", kind, subset=subset)
+    request.claim = claim
     dialect = _DIALECTS.get(kind)
     if dialect is not None:
         try:
@@ -104,6 +109,7 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
     request.model = string(found, "model", MAX_MODEL)
     request.cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
     request.salt = _salt(request.model, request.cache_salt)
+    request.most_output = _most_output(found)
     if dialect.streams:
         request.stream = flag(found, "stream") is True
         request.stream_options = found.get("stream_options")
@@ -112,6 +118,25 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
         request.prompt_tokens = tokens
     elif num_bytes := len(request.prompt) + request.unread:
         request.prompt_tokens = max(1, num_bytes // BYTES_PER_TOKEN)
+
+
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_ANSWERS = ("n", "best_of")
+
+
+def _most_output(found: Fields) -> int | None:
+    """The greatest limit that an engine may obey, for each answer. Not ours to refuse if wrong."""
+    limits = [count for name in _LIMITS if (count := _count(found, name)) is not None]
+    if not limits:
+        return None
+    answers = [count for name in _ANSWERS if (count := _count(found, name)) is not None]
+    return max(limits) * max(answers, default=1)
+
+
+def _count(found: Fields, name: str) -> int | None:
+    raw = found.get(name)
+    written = b"" if raw is None or len(raw) > MAX_DIGITS else bytes(raw)
+    return int(written) if written.isdigit() else None
 
 
 @lru_cache(maxsize=256)
@@ -196,7 +221,14 @@ _DIALECTS = {
 _STREAM_FIELDS = ("stream", "stream_options")
 _ACTED_ON = {
     kind: frozenset(
-        ("model", "cache_salt", *dialect.prompt_fields, *_STREAM_FIELDS * dialect.streams)
+        (
+            "model",
+            "cache_salt",
+            *_LIMITS,
+            *_ANSWERS,
+            *dialect.prompt_fields,
+            *_STREAM_FIELDS * dialect.streams,
+        )
     )
     for kind, dialect in _DIALECTS.items()
 }

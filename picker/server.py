@@ -143,7 +143,7 @@ class ExtProcServer:
                 if data is grpc.aio.EOF:
                     return
                 try:
-                    replies = tell(exchange, data)
+                    replies = tell(exchange, data, self._config.identity)
                 except Malformed as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 if exchange.held != held:

@@ -15,6 +15,7 @@ from picker.admin import AdminServer, Views
 from picker.config import Config, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
+from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
 from picker.lean import LeanServer
@@ -63,6 +64,9 @@ class Service:
         self._events = _events_prefix(self._pool, config.prefix)
         self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
+        self._gate: Gate | None = None
+        if config.quota.enabled or config.flow.enabled:
+            self._gate = Gate(config, self._pool, self._load)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
         self._journal = Journal()
@@ -76,6 +80,7 @@ class Service:
             metrics=self._metrics,
             journal=self._journal,
             models=frozenset(config.models),
+            gate=self._gate,
         )
         self._pool.update(config.pool.endpoints)
         self._not_ready: str | None = "starting"
@@ -89,6 +94,12 @@ class Service:
     @property
     def num_endpoints(self) -> int:
         return len(self._pool.endpoints)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue of flow control."""
+        flow = None if self._gate is None else self._gate.flow
+        return 0 if flow is None else flow.waiting
 
     async def start(self) -> Ports:
         """Listen and look at the pods. The service answers now, but is not ready yet.
@@ -104,6 +115,8 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
         )
+        if self._gate is not None:
+            await self._gate.start()
         await self._prefix.start()
         await self._scraper.start()
         return ports
@@ -136,6 +149,8 @@ class Service:
         await self._prefix.stop()
         if self._servers is not None:
             await self._servers.stop()
+        if self._gate is not None:
+            await self._gate.stop()
 
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.

@@ -44,7 +44,8 @@ from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP
-from picker.envoy.parts import PICK_TIMEOUT, http_filter, names, set_header
+from picker.envoy.parts import http_filter, names, pick_timeout, set_header
+from picker.identity import KEY_HEADERS
 from picker.names import (
     DESTINATION,
     PICK_PATH,
@@ -64,6 +65,8 @@ USELESS_PREFIXES = ("x-envoy-", "x-stainless-", "sec-")  # the last of OpenAI's 
 
 SPLICE_FILTER = "warmpath.splice"  # Envoy's name of it
 
+LIMITS = ("x-ratelimit-",)  # headers for the client begin with it
+
 LOG_FLUSH = timedelta(seconds=0.05)
 LOG_INTERVAL = timedelta(seconds=0.5)  # of entries about a request that goes on
 LOG_BATCH = 64 << 10  # bytes: about a hundred entries, which the picker takes a millisecond for
@@ -81,14 +84,17 @@ def ext_authz(config: Config) -> HttpFilter:
         ExtAuthz(
             http_service=HttpService(
                 server_uri=HttpUri(
-                    uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=PICK_TIMEOUT
+                    uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=pick_timeout(config)
                 ),
                 path_prefix=PICK_PATH,
                 authorization_response=AuthorizationResponse(
                     allowed_upstream_headers=names(
                         DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE
                     ),
-                    allowed_client_headers=names("content-type", REFUSED, "retry-after"),
+                    allowed_client_headers=names(
+                        "content-type", REFUSED, "retry-after", prefixes=LIMITS
+                    ),
+                    allowed_client_headers_on_success=names(prefixes=LIMITS),
                 ),
             ),
             # Scorers may read any header, and nobody knows which. What every client sends and no
@@ -96,13 +102,19 @@ def ext_authz(config: Config) -> HttpFilter:
             allowed_headers=ListStringMatcher(
                 patterns=[StringMatcher(safe_regex=RegexMatcher(regex=".*"))]
             ),
-            disallowed_headers=names(*SECRET, *OF_ONE_HOP, *USELESS, prefixes=USELESS_PREFIXES),
+            disallowed_headers=names(*_hidden(config), prefixes=USELESS_PREFIXES),
             with_request_body=BufferSettings(max_request_bytes=config.max_body),
             failure_mode_allow=config.envoy.fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
             clear_route_cache=True,  # for `refusal_route`
         ),
     )
+
+
+def _hidden(config: Config) -> list[str]:
+    """Headers that the picker is not shown. API keys are, where it tells tenants by them."""
+    keys = KEY_HEADERS if config.identity.keys else ()
+    return [name for name in (*SECRET, *OF_ONE_HOP, *USELESS) if name not in keys]
 
 
 def refusal_route() -> Route:

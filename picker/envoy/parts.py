@@ -19,8 +19,11 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
+from picker.config import Config
+
 RETRYABLE = "connect-failure,refused-stream,reset"  # nothing was answered yet
-PICK_TIMEOUT = timedelta(seconds=5)  # the picker answers at once, or hangs
+PICK_SECONDS = 5.0  # the picker answers at once, or hangs
+WAIT_SECONDS = 3600.0  # in its queue, where that has no limit
 NO_LIMIT = 1 << 30  # of circuit breakers: the picker and the pods know better
 
 
@@ -37,6 +40,12 @@ def as_dict(message: Message) -> dict[str, Json]:
 
 def extension(name: str, config: Message) -> TypedExtensionConfig:
     return TypedExtensionConfig(name=name, typed_config=Any.pack(config))
+
+
+def pick_timeout(config: Config) -> timedelta:
+    """After which the picker is taken to hang: its queue may hold a request before it answers."""
+    flow = config.flow
+    return timedelta(seconds=PICK_SECONDS + ((flow.ttl or WAIT_SECONDS) if flow.enabled else 0.0))
 
 
 def http_filter(name: str, config: Message) -> HttpFilter:

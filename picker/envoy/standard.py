@@ -19,8 +19,8 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from picker.config import Config
 from picker.envoy.clusters import PICKER_GRPC
-from picker.envoy.parts import PICK_TIMEOUT, RETRYABLE, http_filter
-from picker.names import LB_NAMESPACE, SET_RETRY_ON
+from picker.envoy.parts import RETRYABLE, http_filter, pick_timeout
+from picker.names import JWT_NAMESPACE, LB_NAMESPACE, SET_RETRY_ON
 
 LONGEST = timedelta(seconds=3600)  # more Envoy does not take, and 0 would be no time at all
 
@@ -49,6 +49,7 @@ def ext_proc(config: Config) -> HttpFilter:
     fail_open = config.envoy.fail_open
     told = [] if retries_by_route(config) else [HeaderValue(key=SET_RETRY_ON, value=RETRYABLE)]
     endpoints = MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
+    known = [LB_NAMESPACE, JWT_NAMESPACE] if config.identity.claim else [LB_NAMESPACE]
     return http_filter(
         "envoy.filters.http.ext_proc",
         ExternalProcessor(
@@ -65,7 +66,7 @@ def ext_proc(config: Config) -> HttpFilter:
                 response_body_mode=body.STREAMED if fail_open else body.FULL_DUPLEX_STREAMED,
                 response_trailer_mode=send,
             ),
-            message_timeout=PICK_TIMEOUT if fail_open else LONGEST,
+            message_timeout=pick_timeout(config) if fail_open else LONGEST,
             failure_mode_allow=fail_open,
             status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
             allow_mode_override=True,
@@ -74,7 +75,7 @@ def ext_proc(config: Config) -> HttpFilter:
                 # Without the first, the picked endpoint is dropped; by the second, the picker
                 # learns which one served.
                 receiving_namespaces=endpoints,
-                forwarding_namespaces=endpoints,
+                forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=known),
             ),
         ),
     )

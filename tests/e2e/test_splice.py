@@ -43,7 +43,7 @@ def profile(request: pytest.FixtureRequest) -> Any:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(profile: str) -> AsyncIterator[Gateway]:
     async with running_gateway(profile=profile) as gateway:
-        gateway.service.director.wants_usage = lambda request: request.model != "uncounted"
+        gateway.service.director.counts_usage = True
         yield gateway
         assert "script" not in gateway.envoy.log
 
@@ -97,8 +97,11 @@ async def test_who_asks_for_usage_gets_it(gateway: Gateway) -> None:
     assert await told_usage(gateway, "asks") == COUNTED
 
 
-async def test_whom_nobody_counts_is_left_alone(gateway: Gateway) -> None:
-    body = chat(stream=True).replace(b'"m"', b'"uncounted"')
+async def test_where_nobody_counts_streams_are_left_alone(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway.service.director, "counts_usage", False)
+    body = chat(stream=True)
     assert await answered(gateway, body, id="uncounted") == PLAIN
     assert asked(gateway.pods)[1] == body
     assert await told_usage(gateway, "uncounted") is None
@@ -172,7 +175,7 @@ async def workers(profile: str) -> AsyncIterator[tuple[Gateway, str]]:
         gateway = await stack.enter_async_context(
             running_gateway(pods=0, addresses=addresses, profile=profile)
         )
-        gateway.service.director.wants_usage = lambda request: True
+        gateway.service.director.counts_usage = True
         yield gateway, running[0].url
 
 
@@ -253,7 +256,7 @@ async def test_the_end_of_the_stream_is_kept(workers: tuple[Gateway, str]) -> No
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def any_mode() -> AsyncIterator[Gateway]:
     async with running_gateway(change=listener_for_each_mode) as gateway:
-        gateway.service.director.wants_usage = lambda request: True
+        gateway.service.director.counts_usage = True
         yield gateway
 
 
