@@ -130,7 +130,7 @@ class Subscription:
         if self._events:
             some = min(SOME, len(self._events))
             self._index.apply(self._source, [self._events.popleft() for _ in range(some)])
-        return more or bool(self._events)
+        return more  # which is so while more than SOME events wait
 
     # What the sequence wants
 
