@@ -237,7 +237,7 @@ def eviction(blocks: int) -> dict[str, Any]:
     for _ in range(3 * blocks // 512):
         event = Stored(pods.names(512), None, pods.tokens(512 * SIZE).tolist(), SIZE)
         calls.append(timed(index.apply, source, [event]) * 1e3)
-        for _ in range(8):
+        for _ in range(16):
             started = time.thread_time()
             busy = index.tidy()
             slices.append((time.thread_time() - started) * 1e3)

@@ -10,7 +10,7 @@ import numpy as np
 
 from picker.prefix.rows import Blocks, Flags
 from picker.prefix.sources import Masks, Source, Sources
-from picker.prefix.table import Keys, Rows, Table
+from picker.prefix.table import Keys, Rows, Table, column
 
 
 class Aliases:
@@ -21,7 +21,7 @@ class Aliases:
 
     def __init__(self, max_entries: int, blocks: Blocks, sources: Sources) -> None:
         self.table = Table(max_entries)
-        self.keys: Keys = np.zeros(max_entries, np.uint64)
+        self.keys: Keys = column(max_entries, np.uint64)
         self.masks = Masks(max_entries)  # who means an entry
         self._blocks = blocks
         self._sources = sources

@@ -13,7 +13,9 @@ quarters before they are split: 11 bytes a row.
 
 from __future__ import annotations
 
+import mmap
 import secrets
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,20 @@ _SPLIT = 256  # lines split at once
 
 _32 = np.uint64(32)
 _LOW = (1 << 32) - 1
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MASK = (1 << 64) - 1
+
+
+def column(length: int, kind: type[np.generic]) -> NDArray[Any]:
+    """An array of zeros, of which only the parts that are written take memory.
+
+    NumPy's own would take it 2 MiB at a time, where the system has huge pages, and clearing these
+    can hold up everything for milliseconds.
+    """
+    memory = mmap.mmap(-1, max(1, length * np.dtype(kind).itemsize), _PRIVATE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, kind, length)
 
 
 class Table:
@@ -38,20 +53,20 @@ class Table:
     def __init__(self, max_rows: int) -> None:
         """`max_rows`: what it can hold, below 2^31."""
         self.max_rows = max_rows
-        self.keys: Keys = np.zeros(max_rows, np.uint64)  # by row; of free ones what was there last
+        self.keys: Keys = column(max_rows, np.uint64)  # by row; of free ones what was there last
         self.top = 0  # rows from here on were never given out
-        self._free = np.zeros(max_rows, np.int32)  # a stack
+        self._free: NDArray[np.int32] = column(max_rows, np.int32)  # a stack
         self._num_free = 0
         self._row_bits = max_rows.bit_length()
         self._max_row = (1 << self._row_bits) - 1  # plus one: what a slot says of a row
         self._first = secrets.randbits(64) | 1
         self._second = secrets.randbits(64) | 1
         max_lines = max(_FIRST_LINES, max_rows // _ROWS_PER_LINE + 2 * _SPLIT)
-        self._lines = np.zeros((max_lines, _SLOTS), np.uint32)
+        self._lines = column(max_lines * _SLOTS, np.uint32).reshape(-1, _SLOTS)
         self._flat = self._lines.reshape(-1)
         self._num_lines = _FIRST_LINES
         self._level = _FIRST_LINES  # a power of two: lines before splitting began anew
-        self._crowded = np.zeros(max_lines, np.bool_)  # lines with keys in:
+        self._crowded = column(max_lines, np.bool_)  # lines with keys in:
         self._beside: dict[int, dict[int, int]] = {}  # line: key: row
 
     def __len__(self) -> int:
