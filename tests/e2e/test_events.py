@@ -280,8 +280,9 @@ async def test_a_pod_without_events_is_matched_by_what_was_sent_to_it() -> None:
         for worker, known in ((silent, 0), (telling, 1)):
             assert await gateway.metric(connected, f'endpoint="{worker.address}"') == known
         chats = [Chat(gateway.http, f"You are the {number}th. " * 20) for number in range(6)]
+        await asyncio.gather(*(chat.say("Hello.") for chat in chats))  # both have something to do
         by: dict[str, set[str]] = {}
-        for turn in range(3):
+        for turn in range(2):
             for chat in chats:
                 before = chat.prompt_tokens
                 await chat.say(f"Question {turn}?")
