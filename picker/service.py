@@ -102,7 +102,8 @@ class Service:
         return 0 if flow is None else flow.waiting
 
     async def start(self) -> Ports:
-        """Listen and look at the pods. The service answers now, but is not ready yet.
+        """Listen and look at the pods. The service answers now, but is not ready yet, and its
+        HTTP port is still closed.
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
@@ -129,6 +130,7 @@ class Service:
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
+        await self._servers.lean.serve()
         self._not_ready = None
         self._servers.health.set_ready(True)
 

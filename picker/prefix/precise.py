@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,8 @@ class EventsPrefix:
         self.approximate = ApproximatePrefix(pool, settings)
         self.subscriptions = Subscriptions(pool, settings, self.index)
         self.tokens = Tokens(pool, settings)
-        self._silent: frozenset[int] = frozenset()  # slots of pods that tell nothing
+        self._pool = pool
+        self._silent: Sequence[Endpoint] = ()  # tell nothing, when last looked at
         self._housekeeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -87,7 +88,7 @@ class EventsPrefix:
                 ", ".join(late[:MAX_NAMED]),
                 ", ..." if len(late) > MAX_NAMED else "",
             )
-        self._silent = frozenset(self.subscriptions.silent())
+        self._silent = self.subscriptions.silent(self._pool.endpoints.values())
 
     async def stop(self) -> None:
         if self._housekeeping is not None:
@@ -98,7 +99,7 @@ class EventsPrefix:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING)
-            self._silent = frozenset(self.subscriptions.silent())
+            self._silent = self.subscriptions.silent(self._pool.endpoints.values())
             self.index.expire(time.monotonic())
             while self.index.tidy():  # noqa: ASYNC110
                 await asyncio.sleep(0)  # the requests that came meanwhile go first
@@ -125,16 +126,17 @@ class EventsPrefix:
         cached = _found(lookup, len(request.token_ids))
         num_blocks = max(map(len, lookup.keys.values()), default=0)  # of the smallest there are
         mark = _Mark(lookup, cached)
-        if not self._silent:
+        silent = self.subscriptions.silent(self._silent)  # some may just have begun to tell
+        if not silent:
             return Match(lookup.weighted, cached, lookup.blocks, num_blocks, By.EVENTS, mark)
         guess = self.approximate.match(request)
-        slots = [slot for slot in self._silent if slot < len(guess.blocks)]
+        slots = [endpoint.slot for endpoint in silent]
         tokens, blocks = lookup.weighted.copy(), lookup.blocks.copy()
         tokens[slots] = cached[slots] = guess.cached[slots]
         if guess.num_blocks:
             blocks[slots] = guess.blocks[slots] * num_blocks // guess.num_blocks
         mark = mark._replace(guess=guess)
-        return Match(tokens, cached, blocks, num_blocks, By.EVENTS, mark, self._silent)
+        return Match(tokens, cached, blocks, num_blocks, By.EVENTS, mark, frozenset(slots))
 
     def _prompt(self, request: LLMRequest) -> TokenPrompt:
         assert request.token_ids is not None
@@ -161,7 +163,7 @@ class EventsPrefix:
             return self.approximate.moved(use, picked, served)
         if use.guessed is not None:
             guess = self.approximate.moved(use.guessed, picked, served)
-            if served.slot in self._silent:
+            if self.subscriptions.silent([served]):
                 return guess
         lookup = use.lookup
         if not served.alive or served.slot >= len(lookup.blocks):

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from picker.prefix.events import Tier
 from picker.prefix.sources import Masks, Sources, bits_of
-from picker.prefix.table import Keys, Rows, Table
+from picker.prefix.table import Keys, Rows, Table, column
 
 Flags = NDArray[np.bool_]
 
 _FREE = -1  # in `above`
 _ROUNDS = 6  # of freeing at once; what is left then is done in the background
+_ROUNDS_OF_ONE = 32
+_LEVELS = 48  # of a chain that are evicted at once
 MAX_GROUPS = 64  # that are told apart in one holding
 
 
@@ -33,11 +35,11 @@ class Blocks:
         self._sources = sources
         self.held = {tier: Masks(max_rows) for tier in Tier}
         self.fresh = (Masks(max_rows), Masks(max_rows))  # expected of picks, in two generations
-        self.above = np.zeros(max_rows, np.int32)  # 1 + the row of the block before; 0: none
-        self.below = np.zeros(max_rows, np.int32)  # rows that have this one above them
-        self.touched = np.zeros(max_rows, np.uint32)  # when it was of use last
+        self.above = column(max_rows, np.int32)  # 1 + the row of the block before; 0: none
+        self.below = column(max_rows, np.int32)  # rows that have this one above them
+        self.touched = column(max_rows, np.uint32)  # when it was of use last
         self.now = 1  # for `touched`: grows with use
-        self.odd = np.zeros(max_rows, np.bool_)
+        self.odd = column(max_rows, np.bool_)
         self.counts: dict[int, dict[tuple[Tier, int], dict[int, int]]] = {}  # row, bit, group
         self.unused: list[Rows] = []  # rows to be looked at again
 
@@ -147,8 +149,42 @@ class Blocks:
         if len(rows):
             self.unused.append(rows)
 
+    def release_one(self, row: int) -> None:
+        """As `release`, for one row."""
+        for _ in range(_ROUNDS_OF_ONE):
+            if self.below.item(row) or any(
+                word.item(row) for masks in self._masks for word in masks.words
+            ):
+                return
+            above = self.above.item(row) - 1
+            self.table.delete_one(row)
+            self.above[row] = _FREE
+            if above < 0:
+                return
+            self.below[above] -= 1
+            row = above
+        self.unused.append(np.array([row], np.intp))
+
+    def tails(self, ends: Rows, since: int, most: int) -> Rows:
+        """The ends of chains, all different, and what only leads to them: about `most` rows.
+
+        Only rows that were of no use since a time; ends are taken to be such.
+        """
+        found, number = [ends], len(ends)
+        for _ in range(_LEVELS):
+            if not len(ends) or number >= most:
+                break
+            above = self.above.take(ends).astype(np.intp) - 1
+            inner = above >= 0
+            above = above[inner]
+            np.maximum.at(self.touched, above, self.touched.take(ends[inner]))
+            ends = above[(self.below.take(above) == 1) & (self.touched.take(above) <= since)]
+            found.append(ends)
+            number += len(ends)
+        return np.concatenate(found)
+
     def drop(self, rows: Rows) -> Rows:
-        """Free these ends of chains, whoever holds them; returns the ends that this leaves."""
+        """Free these tails of chains, whoever holds them; returns the ends that this leaves."""
         for tier, masks in self.held.items():
             for number, word in enumerate(masks.words):
                 held = word.take(rows) & self._sources.live[number]
@@ -163,9 +199,6 @@ class Blocks:
         for row in rows[self.odd.take(rows)].tolist():
             del self.counts[row]
             self.odd[row] = False
-        above = self.above.take(rows) - 1
-        inner = above >= 0
-        np.maximum.at(self.touched, above[inner], self.touched.take(rows[inner]))
         return self._free(rows)
 
     def scrub(self, first: int, last: int, retired: NDArray[np.uint64]) -> None:

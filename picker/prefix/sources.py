@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from picker.prefix.events import Tier
 from picker.prefix.orphans import Orphans
+from picker.prefix.table import column
 
 BITS = 64  # of one word
 Words = NDArray[np.uint64]
@@ -66,7 +67,7 @@ class Masks:
     def word(self, number: int) -> Words:
         """The column with the bits from 64 * number on."""
         while len(self.words) <= number:
-            self.words.append(np.zeros(self._max_rows, np.uint64))
+            self.words.append(column(self._max_rows, np.uint64))
         return self.words[number]
 
     def any(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:

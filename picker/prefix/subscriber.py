@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -73,12 +73,13 @@ class Subscriptions:
         followed = self._followed.get(endpoint)
         return "" if followed is None else followed.trouble
 
-    def silent(self) -> list[int]:
-        """Slots of the endpoints that nothing is known of: nobody there is heard, or ever was."""
+    def silent(self, endpoints: Iterable[Endpoint]) -> list[Endpoint]:
+        """Those of some endpoints of which nothing is known: nobody there is heard, or ever was."""
         return [
-            endpoint.slot
-            for endpoint, followed in self._followed.items()
-            if not any(each.connected or each.batches for each in followed.subscriptions)
+            endpoint
+            for endpoint in endpoints
+            if (followed := self._followed.get(endpoint)) is not None
+            and not any(each.connected or each.batches for each in followed.subscriptions)
         ]
 
     def behind(self) -> list[Endpoint]:

@@ -10,11 +10,12 @@ from picker.prefix.aliases import Aliases
 from picker.prefix.fresh import Fresh
 from picker.prefix.rows import Blocks
 from picker.prefix.sources import Sources
-from picker.prefix.table import Rows
+from picker.prefix.table import NO_ROWS, Rows
 
-_SLICE = 8192  # rows looked at once
-_CHUNK = 2048  # rows freed at once
+_SLICE = 4096  # rows looked at once
+_CHUNK = 1024  # rows freed at once
 FULL, ROOMY = 0.95, 0.85  # of the rows there may be: where eviction begins, and where it ends
+_MANY = 256  # ends of chains that are worth going up from together
 _AGES = 1024  # that are told apart
 
 
@@ -86,32 +87,29 @@ class Upkeep:
                 ages += np.bincount(self._ages(rows), minlength=_AGES)
                 yield
             wanted = ages.sum() * (len(blocks) - goal) / len(blocks)
-            youngest = _AGES - 1 - int(np.searchsorted(ages[::-1].cumsum(), wanted))
-            waiting: list[Rows] = []
+            since = blocks.now - (_AGES - 1 - int(np.searchsorted(ages[::-1].cumsum(), wanted)))
+            ends = NO_ROWS
             for rows in self._ends():
-                waiting.append(rows[self._ages(rows) >= youngest])
+                ends = np.concatenate((ends, rows[blocks.touched.take(rows) <= since]))
                 yield
-            while waiting and len(blocks) > goal:
-                yield from self._evict_all(np.concatenate(waiting), youngest, goal, waiting)
+                while len(ends) >= _MANY and len(blocks) > goal:
+                    ends = self._evict_some(ends, since)
+                    yield
+            while len(ends) and len(blocks) > goal:
+                ends = self._evict_some(ends, since)
+                yield
         yield from self._sweep()
 
-    def _evict_all(
-        self, rows: Rows, youngest: int, goal: int, waiting: list[Rows]
-    ) -> Iterator[None]:
-        """Free these ends of chains; `waiting` becomes the ends that this leaves."""
-        waiting.clear()
-        for first in range(0, len(rows), _CHUNK):
-            if len(self._blocks) <= goal:
-                return
-            chunk = rows[first : first + _CHUNK]
-            chunk = chunk[self._blocks.is_end(chunk) & (self._ages(chunk) >= youngest)]
-            before = len(self._blocks)
-            ends = self._blocks.drop(chunk)
-            self.evicted += before - len(self._blocks)
-            ends = ends[self._ages(ends) >= youngest]
-            if len(ends):
-                waiting.append(ends)
-            yield
+    def _evict_some(self, ends: Rows, since: int) -> Rows:
+        """Free some of these ends of chains, and what leads to them; returns the ends left."""
+        blocks = self._blocks
+        before = len(blocks)
+        some, rest = ends[:_CHUNK], ends[_CHUNK:]
+        some = some[blocks.is_end(some) & (blocks.touched.take(some) <= since)]
+        left = blocks.drop(blocks.tails(some, since, _CHUNK))
+        self.evicted += before - len(blocks)
+        left = left[blocks.touched.take(left) <= since]
+        return np.concatenate((left, rest))
 
     def _ends(self) -> Iterator[Rows]:
         """The ends of chains, a slice at a time."""
