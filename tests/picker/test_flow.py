@@ -410,7 +410,7 @@ def test_timers_of_the_served_do_not_pile_up():
     for _ in range(5000):
         desk.come()
         desk.give(1)
-    assert len(desk.flow._expiries) < 200
+    assert len(desk.flow._by_arrival) < 200
 
 
 def test_a_visit_is_made_of_what_the_request_says():
