@@ -293,7 +293,7 @@ def simulate(policy: str, workload: Workload, seed: int) -> dict[str, Any]:
     }
 
 
-def speed(tenants: int, waiting: int, rounds: int = 9, visits: int = 2000) -> dict[str, Any]:
+def speed(tenants: int, waiting: int, rounds: int = 25, visits: int = 1000) -> dict[str, Any]:
     """Microseconds of CPU for a request to come, wait and go, among so many that wait; and for one
     that need not wait. In an asyncio loop, with its futures and timers."""
 

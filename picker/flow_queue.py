@@ -90,6 +90,11 @@ class FlowQueue:
 
     def _victim_of_tenant(self, visit: Visit) -> Visit | None:
         settings, tenant = self._settings, visit.tenant
+        if not (
+            _over(self.requests + 1, settings.tenant_requests)
+            or _over(self.size + visit.size, settings.tenant_bytes)
+        ):
+            return None  # not even if all that waits were this tenant's
         requests, size = 1, visit.size
         for band in self._busy:
             queue = band.queues.get(tenant)
