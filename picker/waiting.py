@@ -112,10 +112,9 @@ class Band:
         self.requests = 0
         self.size = 0  # bytes
         self._by_deadline = by_deadline
-        # Since the longest queue was first asked for, while half as much waits as then: queues
-        # by a length that they had, each once or more with what it has now or more.
+        # A heap of queues by a length that they had, each once or more with what it has now or
+        # more. It is made when it is asked for, and kept as long as it is in use.
         self._longest: list[tuple[int, int, TenantQueue]] | None = None
-        self._crowd = 0
 
     def add(self, visit: Visit, number: int) -> None:
         """A request begins to wait; `number` rises from one to the next."""
@@ -129,6 +128,8 @@ class Band:
         self.size += visit.size
         if self._longest is not None:
             heapq.heappush(self._longest, (-queue.requests, number, queue))
+            if len(self._longest) > 2 * self.requests + SLACK:
+                self._longest = None
 
     def first(self) -> Visit | None:
         """The one to serve next."""
@@ -154,14 +155,11 @@ class Band:
         if not queue.requests:
             del self.queues[visit.tenant]
             self.vtc.leave(visit.tenant)
-        if self._longest is not None and 2 * self.requests < self._crowd:
-            self._longest = None
 
     def longest(self) -> TenantQueue:
         """A queue than which no other has more requests."""
         heap = self._longest
-        if heap is None or len(heap) > 2 * self.requests + SLACK:
-            self._crowd = self.requests
+        if heap is None:
             heap = self._longest = [
                 (-queue.requests, -number, queue)
                 for number, queue in enumerate(self.queues.values())

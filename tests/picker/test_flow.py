@@ -440,3 +440,15 @@ def test_output_is_expected_as_before_where_asked_for():
     assert desk.flow.visit("a", {}).expected == 20
     assert desk.flow.visit("a", {}, most_output=5).expected == 5
     assert Desk().flow.visit("a", {}).expected == 0
+
+
+def test_who_has_most_is_known_only_while_it_matters():
+    desk = Desk(maxRequests=20)
+    for _ in range(25):
+        desk.come("flood")
+    desk.come("modest")
+    for number in range(1000):
+        desk.give(1)
+        desk.come(f"tenant-{number % 7}")
+    (band,) = desk.flow.bands
+    assert band._longest is None
