@@ -91,7 +91,8 @@ class Service:
         return len(self._pool.endpoints)
 
     async def start(self) -> Ports:
-        """Listen and look at the pods. The service answers now, but is not ready yet.
+        """Listen and look at the pods. The service answers now, but is not ready yet, and its
+        HTTP port is still closed.
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
@@ -116,6 +117,7 @@ class Service:
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
+        await self._servers.lean.serve()
         self._not_ready = None
         self._servers.health.set_ready(True)
 

@@ -56,7 +56,7 @@ def depths(
     np.bitwise_and.accumulate(found, axis=1, out=found)
     counts = _totals(found)
     best, good, least = (WEIGHTS[tier] for tier in Tier)
-    weights = counts * least
+    weights = (counts * least).astype(np.float64)
     weights += (good - least) * _totals(found & medium)
     weights += (best - good) * _totals(found & fast)
     return counts, weights

@@ -16,6 +16,7 @@ from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.addresses import Address, told, usual, written
 from picker.prefix.index import BlockIndex
+from picker.prefix.sockets import Context
 from picker.prefix.subscription import Subscription
 from picker.prefix.turns import Turns
 
@@ -172,7 +173,7 @@ class _Tools:
     """What all subscriptions use together, while they run."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: Context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.turns = Turns()
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,14 +17,17 @@ import pytest_asyncio
 
 from picker.config import Prefix
 from tests.e2e.gateway import CHAT, JSON, Gateway, running_gateway, until
-from tests.e2e.picker_process import PickerProcess, Profile
-from tests.e2e.workers import WorkerProcess, blocks_held, running_workers
+from tests.e2e.picker_process import running_site
+from tests.e2e.workers import BLOCK, WorkerProcess, blocks_held, running_workers
+from text.models import resolve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS = "/v1/completions"
-FEW = ("--num-blocks", "96")
+FEW = ("--num-blocks", "160")
 EVENTS = Prefix(mode="events", tokenizer="simulated")
+MODEL = "smollm2-135m"
+EVENTS_YAML = "prefix: {mode: events, tokenizer: simulated}\n"
 
 
 @pytest.fixture(scope="module", params=["standard", "lean"])
@@ -31,35 +37,65 @@ def profile(request: pytest.FixtureRequest) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers() -> AsyncIterator[list[WorkerProcess]]:
+    """With little memory."""
     async with running_workers(FEW, FEW) as workers:
         yield workers
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def roomy() -> AsyncIterator[list[WorkerProcess]]:
+    """With as much memory as they want."""
+    async with running_workers([], []) as workers:
+        yield workers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(profile: str, workers: list[WorkerProcess]) -> AsyncIterator[Gateway]:
-    addresses = [worker.address for worker in workers]
-    async with running_gateway(
-        pods=0, addresses=addresses, profile=profile, prefix=EVENTS
-    ) as gateway:
+    async with gateway_of(workers, profile=profile, prefix=EVENTS) as gateway:
         yield gateway
 
 
-async def complete(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> Any:
-    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields}
-    async with http.post(COMPLETIONS, data=json.dumps(body), headers=JSON) as response:
-        assert response.status == 200, await response.text()
-        return await response.json()
+@asynccontextmanager
+async def gateway_of(workers: Sequence[WorkerProcess], **settings: Any) -> AsyncIterator[Gateway]:
+    addresses = [worker.address for worker in workers]
+    async with running_gateway(pods=0, addresses=addresses, **settings) as gateway:
+        yield gateway
 
 
-async def converse(http: aiohttp.ClientSession, messages: list[dict[str, str]], text: str) -> Any:
-    """One more turn of a chat; the usage of the answer."""
-    messages.append({"role": "user", "content": text})
-    body = {"model": "m", "messages": messages, "max_tokens": 24, "ignore_eos": True}
-    async with http.post(CHAT, data=json.dumps(body), headers=JSON) as response:
+class Chat:
+    """A conversation that grows turn by turn."""
+
+    def __init__(self, http: aiohttp.ClientSession, system: str) -> None:
+        self.prompt_tokens = self.cached_tokens = 0  # of the last turn
+        self.request_id = ""
+        self._http = http
+        self._messages = [{"role": "system", "content": system}]
+
+    async def say(self, text: str) -> None:
+        """One more turn; asked again while there is no picker."""
+        self._messages.append({"role": "user", "content": text})
+        body = {"model": "m", "messages": self._messages, "max_tokens": 24, "ignore_eos": True}
+        while (answer := await self._ask(json.dumps(body))) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self._messages.append(answer["choices"][0]["message"])
+        self.prompt_tokens = answer["usage"]["prompt_tokens"]
+        self.cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def _ask(self, body: str) -> Any:
+        self.request_id = uuid.uuid4().hex
+        headers = JSON | {"x-request-id": self.request_id}
+        async with self._http.post(CHAT, data=body, headers=headers) as response:
+            if response.headers.get("x-warmpath-refused") == "no_picker":
+                return None
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+
+async def complete(http: aiohttp.ClientSession, prompt: str, request_id: str = "") -> None:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    headers = JSON | ({"x-request-id": request_id} if request_id else {})
+    async with http.post(COMPLETIONS, data=json.dumps(body), headers=headers) as response:
         assert response.status == 200, await response.text()
-        answer = await response.json()
-    messages.append(answer["choices"][0]["message"])
-    return answer["usage"]
 
 
 async def index(gateway: Gateway) -> Any:
@@ -116,23 +152,22 @@ async def test_the_index_is_what_each_worker_holds(
     gateway: Gateway, workers: list[WorkerProcess]
 ) -> None:
     one, other = workers
-    prompts = list(texts(1, 24))
-    for prompt in prompts:  # several times of what fits
+    prompts = list(texts(1, 32))
+    for prompt in prompts:  # more than there is room for
         await complete(gateway.http, prompt)
-    before = (await index(gateway))["index"]["changes"]
-    assert before["stored"] > 2 * 96
-    assert before["removed"] > 96
+    changes = (await index(gateway))["index"]["changes"]
+    assert changes["stored"] > 2 * 160
+    assert changes["removed"] > 100
     await agree(gateway, workers, prompts)
 
     await one.reset()
     await agree(gateway, workers, prompts)
     assert await held(gateway, one) == 0 < await held(gateway, other)
 
-    for again in (one.stop, other.kill):
+    for worker, end in ((one, one.stop), (other, other.kill)):
         await asyncio.gather(*(complete(gateway.http, prompt) for prompt in prompts[:8]))
         await gateway.idle()
-        await again()
-        worker = one if again == one.stop else other
+        await end()
         await until(lambda worker=worker: held(gateway, worker), 0)
         for prompt in prompts[:4]:  # the other one serves
             await complete(gateway.http, prompt)
@@ -141,3 +176,119 @@ async def test_the_index_is_what_each_worker_holds(
         for prompt in texts(2, 8):
             await complete(gateway.http, prompt)
         await agree(gateway, workers, prompts)
+
+
+async def test_predictions_come_true(gateway: Gateway) -> None:
+    """Of chats side by side, which push each other out of memory."""
+    before = (await index(gateway))["predictions"]["events"]
+    cached = []
+
+    async def hold(number: int) -> None:
+        chat = Chat(gateway.http, f"You are number {number % 3}. " * 8)
+        for turn in range(5):
+            await chat.say(f"Question {number}.{turn}?")
+            cached.append(chat.cached_tokens)
+
+    for first in range(0, 24, 6):
+        await asyncio.gather(*map(hold, range(first, first + 6)))
+    await gateway.idle()
+    after = (await index(gateway))["predictions"]["events"]
+    results = {result: after[result] - before[result] for result in after}
+    assert sum(results.values()) == len(cached)
+    assert results["exact"] >= 0.99 * len(cached)
+    assert sum(map(bool, cached)) > 0.7 * len(cached)  # so that there was something to predict
+
+
+async def test_a_burst_of_equal_prompts_stays_on_one_pod(
+    gateway: Gateway, workers: list[WorkerProcess]
+) -> None:
+    """Also those that come before the first of them is computed."""
+    for worker in workers:
+        await worker.reset()
+    await agree(gateway, workers, [])
+    prompt = "Once more. " * 180
+    names = [f"burst-{number}" for number in range(5)]
+    await asyncio.gather(*(complete(gateway.http, prompt, name) for name in names))
+    picked = [await gateway.decision(name) for name in names]
+    assert len({each["endpoint"] for each in picked}) == 1
+    assert [each["matchedBlocks"] > 0 for each in picked].count(False) == 1
+    await agree(gateway, workers, [prompt])
+
+
+async def test_a_restarted_picker_learns_all_again_under_load(
+    profile: Any, roomy: list[WorkerProcess], tmp_path: Path
+) -> None:
+    addresses = [worker.address for worker in roomy]
+    async with running_site(profile, tmp_path, addresses=addresses, more=EVENTS_YAML) as site:
+        # So long that no chat leaves its pod for a less busy one.
+        chats = [Chat(site.http, f"You are the {number}th. " * 160) for number in range(8)]
+        warm, restarted = asyncio.Event(), asyncio.Event()
+
+        async def hold(chat: Chat) -> None:
+            await chat.say("Hello.")
+            turns_after = 0
+            while turns_after < 3:
+                warm.set()
+                turns_after += restarted.is_set()
+                before = chat.prompt_tokens
+                await chat.say("Go on.")
+                assert chat.cached_tokens >= before // BLOCK * BLOCK
+
+        async with asyncio.TaskGroup() as group:
+            for chat in chats:
+                group.create_task(hold(chat))
+            await warm.wait()
+            await site.picker.kill()
+            await site.picker.start()
+            restarted.set()
+
+
+@pytest.mark.parametrize("tokenizer", ["pods", "gguf"])
+async def test_prompts_have_the_tokens_that_the_model_sees(tokenizer: str) -> None:
+    """Of a real model's tokenizer and chat template: asked from the pods, or read from its file."""
+    if tokenizer == "gguf":
+        (file,) = resolve(MODEL).glob("*.gguf")
+        tokenizer = str(file)
+    prefix = Prefix(mode="events", tokenizer=tokenizer)
+    async with (
+        running_workers(["--model", MODEL]) as workers,
+        gateway_of(workers, prefix=prefix) as gateway,
+    ):
+        chat = Chat(gateway.http, "You are the guide of a small museum by the sea. " * 10)
+        for text in ("When do you open?", "¿Y el sábado?", "Tickets: 3 for £4?"):
+            before = chat.prompt_tokens
+            await chat.say(text)
+            await gateway.idle()
+            told = await gateway.decision(chat.request_id)
+            assert told["matchedBy"] == "events"
+            assert told["promptTokens"] == chat.prompt_tokens
+            assert told["predictedTokens"] == chat.cached_tokens
+            assert chat.cached_tokens >= before // BLOCK * BLOCK
+        missed = (await index(gateway))["missedTokens"]
+        assert not any(missed.values())
+
+
+async def test_a_pod_without_events_is_matched_by_what_was_sent_to_it() -> None:
+    async with (
+        running_workers(["--no-kv-events"], []) as workers,
+        gateway_of(workers, prefix=EVENTS) as gateway,
+    ):
+        silent, telling = workers
+        pods = {pod["address"]: pod for pod in (await index(gateway))["pods"]}
+        assert pods[silent.address]["publishers"] == []
+        assert "no KV events" in pods[silent.address]["trouble"]
+        connected = "warmpath_pod_events_connected"
+        for worker, known in ((silent, 0), (telling, 1)):
+            assert await gateway.metric(connected, f'endpoint="{worker.address}"') == known
+        chats = [Chat(gateway.http, f"You are the {number}th. " * 20) for number in range(6)]
+        by: dict[str, set[str]] = {}
+        for turn in range(3):
+            for chat in chats:
+                before = chat.prompt_tokens
+                await chat.say(f"Question {turn}?")
+                await gateway.idle()
+                told = await gateway.decision(chat.request_id)
+                by.setdefault(told["endpoint"], set()).add(told["matchedBy"])
+                assert chat.cached_tokens >= before // BLOCK * BLOCK  # it stayed where it was
+                assert told["predictedTokens"] >= before / 4
+        assert by == {silent.address: {"approximate"}, telling.address: {"events"}}

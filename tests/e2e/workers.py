@@ -15,11 +15,12 @@ from tests.e2e.gateway import DEADLINE
 from tests.worker.process import free_ports, until_ready
 from tests.worker.subscriber import KVSubscriber
 
+PROFILE = "llama-8b-h100"  # 6 ms for an output token
 BLOCK = 16  # tokens
 
 
 class WorkerProcess:
-    """A simulated worker whose model takes no time. Its tokens are bytes unless flags say else."""
+    """A simulated worker. Its tokens are bytes unless flags say else."""
 
     def __init__(self, *flags: str) -> None:
         self._port, self._events, self._replay = free_ports(3)
@@ -31,7 +32,7 @@ class WorkerProcess:
         """Returns when it is ready."""
         self._process = await asyncio.create_subprocess_exec(
             *(Path(sys.executable).parent / "warmpath", "work"),
-            *("--simulate", "instant", "--served-model-name", "m", "--log-level", "warning"),
+            *("--simulate", PROFILE, "--served-model-name", "m", "--log-level", "warning"),
             *("--port", str(self._port)),
             *("--kv-events-port", str(self._events), "--kv-replay-port", str(self._replay)),
             *self._flags,

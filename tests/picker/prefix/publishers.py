@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,6 +55,7 @@ class Pod:
         *,
         connect: bool = False,
         with_topic: bool = True,
+        end: Sequence[bytes] = (b"", END, b""),
         topic: bytes = b"kv-events",
     ) -> None:
         self.sent: dict[int, bytes] = {}
@@ -63,6 +65,7 @@ class Pod:
         self.questions: list[int] = []
         self.topic = topic
         self.with_topic = with_topic
+        self.end = end
         self._context = zmq.asyncio.Context()
         self._live = self._context.socket(zmq.XPUB)
         self._live.linger = 0
@@ -129,7 +132,7 @@ class Pod:
                 if number >= self.questions[-1]
             ]
             if self.stops_after is None:
-                answers.append([b""] * self.with_topic + [END, b""])
+                answers.append(list(self.end))
             for answer in answers[: self.stops_after]:
                 await self._router.send_multipart([client, b"", *answer])
 

@@ -161,7 +161,8 @@ def test_equal_asks_have_equal_names_whatever_stands_beside_them():
     names = [
         key(),
         key(tools=[TOOL]),
-        key(add_generation_prompt=False),
+        key(add_generation_prompt=True),
+        key(continue_final_message=True),
         key(chat_template_kwargs={"a": 1}),
         key(documents=[]),
         key_of(request("/v1/chat/completions", messages=[{"role": "user", "content": "Hi "}])),

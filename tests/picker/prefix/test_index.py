@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from picker.prefix import intake
 from picker.prefix.events import Cleared, Event, Removed, Stored, Tier
 from picker.prefix.index import BlockIndex, Lookup, Source, TokenPrompt
 from tests.picker.prefix.model import Key, Model, Pod, chain
@@ -331,9 +332,11 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_long_lives(seed: int) -> None:
-    """As the machine does, but with more that has happened before."""
+@pytest.mark.parametrize("few", [intake.FEW, 0], ids=["few", "many"])
+@pytest.mark.parametrize("seed", range(5))
+def test_long_lives(seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the machine does, but with more that has happened before, and by each way of doing it."""
+    monkeypatch.setattr(intake, "FEW", few)
     random = Random(seed)
     world = World(random.randint(1, 4))
 

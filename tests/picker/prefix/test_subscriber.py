@@ -20,7 +20,7 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.events import MAX_PAYLOAD
 from picker.prefix.index import BlockIndex, TokenPrompt
 from picker.prefix.subscriber import Subscriptions
-from picker.prefix.subscription import AFRESH, REPLAY_IDLE, Subscription
+from picker.prefix.subscription import AFRESH, AT_ONCE, REPLAY_IDLE, Subscription
 from tests.picker.prefix.publishers import CLEARED, END, Pod, Server, prompt, removed, stored
 from tests.picker.waiting import until
 from worker.events import AllBlocksCleared, BlockRemoved, BlockStored, Publisher
@@ -83,9 +83,21 @@ def skip_ahead(subscription: Subscription, seconds: float) -> None:
     subscription.tick(time.monotonic() + seconds)
 
 
-@pytest.mark.parametrize("with_topic", [True, False])
-async def test_a_late_joiner_knows_all_that_is_cached(picker: Picker, with_topic: bool) -> None:
-    async with Pod(with_topic=with_topic) as pod:
+@pytest.mark.parametrize(
+    ("with_topic", "end"),
+    [
+        (True, [b"", END, b""]),  # vLLM's, and ours
+        (False, [END, b""]),  # vLLM's, before
+        (True, [b"topic", (302).to_bytes(8, "big"), b""]),
+        (False, [END, b"\x90"]),
+        (False, [END]),
+        (False, [b""]),
+    ],
+)
+async def test_a_late_joiner_knows_all_that_is_cached(
+    picker: Picker, with_topic: bool, end: list[bytes]
+) -> None:
+    async with Pod(with_topic=with_topic, end=end) as pod:
         for i in range(300):
             pod.lose(stored(i, i + 1))
         pod.lose(removed(299, 298))
@@ -98,6 +110,7 @@ async def test_a_late_joiner_knows_all_that_is_cached(picker: Picker, with_topic
         assert subscription.connected
         assert (subscription.batches, subscription.events) == (302, 302)
         assert subscription.sequence.counts.gaps == 0
+        assert subscription.malformed == 0
 
 
 async def test_events_are_applied_as_they_come(picker: Picker) -> None:
@@ -189,6 +202,21 @@ async def test_a_connection_lost_and_found_loses_nothing(picker: Picker) -> None
         assert (counts.restarts, counts.forgotten) == (0, 0)
 
 
+async def test_what_a_process_told_last_does_not_outlive_it(picker: Picker) -> None:
+    """Its batches are read in one turn with the first one of the next process."""
+    async with Pod() as pod:
+        endpoint = picker.follow(EventSource(address=pod.source.address))
+        subscription = await picker.subscription(endpoint)
+        await pod.subscribed()
+        for i in range(AT_ONCE):
+            await pod.publish(stored(i, i + 1))
+        pod.next = 0
+        await pod.publish(stored(0, 1))
+        await until(lambda: subscription.sequence.counts.restarts)
+        await until(lambda: picker.depth(endpoint) > 0)
+        assert picker.depth(endpoint) == 1
+
+
 async def test_without_replays_a_gap_clears(picker: Picker) -> None:
     async with Pod() as pod:
         endpoint = picker.follow(EventSource(address=pod.source.address))
@@ -264,6 +292,16 @@ async def test_wrong_messages_cost_only_themselves(picker: Picker) -> None:
         subscription = await picker.subscription(endpoint)
         assert (subscription.malformed, subscription.unknown) == (5, 1)
         assert subscription.sequence.counts.gaps == 0
+
+
+async def test_a_message_may_have_very_many_events(picker: Picker) -> None:
+    async with Pod() as pod:
+        endpoint = picker.follow(pod.source)
+        await pod.subscribed()
+        await pod.publish(stored(0, 3000))
+        await until(lambda: picker.depth(endpoint, 3000) == 3000)
+        await pod.publish(*[removed(i) for i in range(2999, 0, -1)], stored(1, 2))
+        await until(lambda: picker.depth(endpoint, 3000) == 2)
 
 
 async def test_a_message_too_large_ends_the_connection_and_nothing_else(picker: Picker) -> None:

@@ -285,6 +285,16 @@ async def test_short_prompts_are_done_at_once_and_long_ones_once():
         assert again.token_ids is not None
 
 
+async def test_of_several_prompts_the_first_is_looked_up_and_all_are_load():
+    async with running("simulated") as tokens:
+        asked = request(COMPLETION, prompt=["ab", LONG])
+        assert await prepared(tokens, asked) == list(b"ab")
+        assert asked.prompt_tokens > 1000
+        alone = request(COMPLETION, prompt=["ab"])
+        assert await prepared(tokens, alone) == list(b"ab")
+        assert alone.prompt_tokens == 2
+
+
 async def test_what_has_no_prompt_is_no_miss():
     async with running("smollm2-135m") as tokens:
         for asked in (
