@@ -94,14 +94,14 @@ class FairnessWatch:
                     counter.lifts,
                     counter.lifted,
                     counter.open,
-                    0 if queue is None else queue.amount.requests,
-                    0 if queue is None else queue.amount.size,
+                    0 if queue is None else queue.requests,
+                    0 if queue is None else queue.size,
                 )
             )
         return BandNumbers(
             band.priority,
-            band.amount.requests,
-            band.amount.size,
+            band.requests,
+            band.size,
             band.vtc.spread,
             self._cost.most(pod_tokens, self._flow.running) / least_weight,
             max(got) - min(got) if got else 0.0,

@@ -11,7 +11,7 @@ and `picked` in between, as soon as the load counts the request on its pod.
 from __future__ import annotations
 
 import asyncio
-import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from math import ceil, inf
 from typing import Protocol
@@ -28,7 +28,7 @@ ROOM_SECONDS = 0.05  # that a known room is used up in, before it is looked at a
 MAX_RETRY_SECONDS = 60
 NO_PODS_RETRY_SECONDS = 5
 PACE = 0.1  # weight of the latest in the mean time between dispatches
-SLACK = 64  # timers of visits that are over, which are borne before the heap is made anew
+SLACK = 64  # visits that wait no longer, which are borne before a list is made anew
 
 
 class Room(Protocol):
@@ -86,9 +86,8 @@ class Flow:
         self._room = 0  # requests that may go before it is asked for again
         self._room_until = -inf
         self._sending = 0  # visits that were let go, and that the load does not know of yet
-        self._expiries: list[tuple[float, int, Visit]] = []  # a heap
-        self._timer: Timer | None = None
-        self._timer_at = inf
+        self._by_arrival: deque[Visit] = deque()  # those that wait, and some that do no longer
+        self._timer: Timer | None = None  # of the first of them
         self._pace = 0.0  # seconds between dispatches from the queue; 0.0: not known
         self._last_dispatch = 0.0  # or the time since which something waits
         self._closed = False
@@ -104,11 +103,11 @@ class Flow:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self._queue.amount.requests
+        return self._queue.requests
 
     @property
     def waiting_bytes(self) -> int:
-        return self._queue.amount.size
+        return self._queue.size
 
     # A visit
 
@@ -154,7 +153,7 @@ class Flow:
             raise _no_pods()
         loop = self._loop()
         now = visit.arrived = loop.time()
-        if not self.waiting:
+        if not self._queue.requests:
             if self._room <= 0 or now >= self._room_until:
                 self._look(now)
             if self._room > 0:
@@ -184,10 +183,12 @@ class Flow:
 
         Tokens are those that the pod told; None: those that are known.
         """
-        stage, visit.stage = visit.stage, Stage.OVER
+        stage = visit.stage
         if stage is Stage.WAITING:
-            self._queue.remove(visit, dispatch=False)
-        elif stage is Stage.SENT or stage is Stage.PICKED:
+            self._queue.remove(visit, Stage.OVER)
+            return
+        visit.stage = Stage.OVER
+        if stage is Stage.SENT or stage is Stage.PICKED:
             assert visit.band is not None and visit.account is not None
             self.running -= 1
             if stage is Stage.PICKED:
@@ -197,7 +198,7 @@ class Flow:
             else:
                 self._sending -= 1
                 visit.band.vtc.cancel(visit.account)
-            if self.waiting:
+            if self._queue.requests:
                 self._serve()
 
     # What happens elsewhere
@@ -205,7 +206,7 @@ class Flow:
     def wake(self) -> None:
         """There may be more room, or less: a pod told its load."""
         self._room_until = -inf
-        if self.waiting:
+        if self._queue.requests:
             self._serve()
 
     def _serve(self) -> None:
@@ -218,8 +219,8 @@ class Flow:
             if future.cancelled():  # its client left, and `left` is about to say so
                 self._drop(visit)
                 continue
-            self._queue.remove(visit, dispatch=True)
-            self._let_go(visit)
+            self._queue.remove(visit, Stage.SENT)
+            self._let_go()
             visit.waited = now - visit.arrived
             self.dispatched += 1
             gap, self._last_dispatch = now - self._last_dispatch, now
@@ -244,12 +245,12 @@ class Flow:
         """Go without having waited."""
         band = visit.band = self._queue.band(visit.priority)
         band.pass_by(visit)
-        self._let_go(visit)
+        visit.stage = Stage.SENT
+        self._let_go()
         visit.waited = 0.0
         self.passed += 1
 
-    def _let_go(self, visit: Visit) -> None:
-        visit.stage = Stage.SENT
+    def _let_go(self) -> None:
         self._room -= 1
         self._sending += 1
         self.running += 1
@@ -263,19 +264,22 @@ class Flow:
                 self._drop(victim, self._refusal("displaced", why))
         except Full as full:
             raise self._refusal(full.reason, str(full)) from None
-        if not self.waiting:
+        if not self._queue.requests:
             self._last_dispatch = now
-        number = self._queue.add(visit)
-        visit.stage = Stage.WAITING
+        self._queue.add(visit)
         visit.future = loop.create_future()
         if self._settings.ttl:
-            self._expire_at(now + self._settings.ttl, number, visit, loop)
+            waiting = self._by_arrival
+            waiting.append(visit)
+            if len(waiting) > 2 * self._queue.requests + SLACK:
+                self._by_arrival = deque(v for v in waiting if v.stage is Stage.WAITING)
+            if self._timer is None:
+                self._timer = loop.call_at(now + self._settings.ttl, self._expire)
         return visit.future
 
     def _drop(self, visit: Visit, why: Refusal | None = None) -> None:
         """A waiting visit goes nowhere; None: nobody listens any more."""
-        visit.stage = Stage.OVER
-        self._queue.remove(visit, dispatch=False)
+        self._queue.remove(visit, Stage.OVER)
         if why is not None and visit.future is not None and not visit.future.done():
             visit.future.set_exception(why)
 
@@ -283,37 +287,22 @@ class Flow:
         """Of a request for which there is no room; without pods that is not for others' sake."""
         if not self._pods.num_pods:
             return _no_pods()
-        seconds = ceil(self._pace * max(1, self.waiting))
+        seconds = ceil(self._pace * max(1, self._queue.requests))
         return Refusal(429, reason, message, retry_after=min(max(1, seconds), MAX_RETRY_SECONDS))
-
-    # Time
-
-    def _expire_at(self, when: float, number: int, visit: Visit, loop: Loop) -> None:
-        heap = self._expiries
-        heapq.heappush(heap, (when, number, visit))
-        if len(heap) > 2 * self.waiting + SLACK:
-            heap[:] = [entry for entry in heap if entry[2].stage is Stage.WAITING]
-            heapq.heapify(heap)
-        if when < self._timer_at:
-            self._set_timer(when, loop)
-
-    def _set_timer(self, when: float, loop: Loop) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if when == inf else loop.call_at(when, self._expire)
-        self._timer_at = when
 
     def _expire(self) -> None:
         """End what has waited too long, and set the timer for the next."""
-        loop = self._loop()
+        loop, ttl = self._loop(), self._settings.ttl
         now = loop.time()
-        heap = self._expiries
-        while heap and (heap[0][0] <= now or heap[0][2].stage is not Stage.WAITING):
-            visit = heapq.heappop(heap)[2]
+        waiting = self._by_arrival
+        while waiting and (
+            waiting[0].stage is not Stage.WAITING or waiting[0].arrived + ttl <= now
+        ):
+            visit = waiting.popleft()
             if visit.stage is Stage.WAITING:
-                why = f"no pod had room for the request within {self._settings.ttl:g} s"
+                why = f"no pod had room for the request within {ttl:g} s"
                 self._drop(visit, self._refusal("queue_timeout", why))
-        self._set_timer(heap[0][0] if heap else inf, loop)
+        self._timer = loop.call_at(waiting[0].arrived + ttl, self._expire) if waiting else None
 
 
 def token_cost(settings: Settings) -> TokenCost:

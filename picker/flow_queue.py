@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from picker.config import Flow as Settings
 from picker.cost import Cost
 from picker.vtc import VirtualTokenCounter
-from picker.waiting import Amount, Band, TenantQueue, Visit
+from picker.waiting import Band, Stage, TenantQueue, Visit
 
 MAX_BANDS = 32  # priorities whose counters are kept while nothing waits there
 
@@ -28,52 +28,46 @@ class FlowQueue:
         self._cost = cost
         self._weight = weight
         self._busy: list[Band] = []  # in which something waits, the lowest first
-        self._by_tenant: dict[str, Amount] = {}
         self._number = 0  # of the last visit that came
         self.bands: dict[int, Band] = {}  # by priority, of which visits were seen lately
-        self.amount = Amount()
+        self.requests = 0
+        self.size = 0  # bytes
 
     def first(self) -> Visit | None:
         """The one to serve next."""
         return self._busy[-1].first() if self._busy else None
 
-    def add(self, visit: Visit) -> int:
-        """A visit begins to wait. Returns its number, which rises from one to the next."""
+    def add(self, visit: Visit) -> None:
+        """A visit begins to wait."""
         band = visit.band = self.band(visit.priority)
-        if not band.amount.requests:
+        if not band.requests:
             self._busy.append(band)
             self._busy.sort(key=_priority)
+        visit.stage = Stage.WAITING
         self._number += 1
         band.add(visit, self._number)
-        self.amount.add(visit)
-        held = self._by_tenant.get(visit.tenant)
-        if held is None:
-            held = self._by_tenant[visit.tenant] = Amount()
-        held.add(visit)
-        return self._number
+        self.requests += 1
+        self.size += visit.size
 
-    def remove(self, visit: Visit, *, dispatch: bool) -> None:
-        """A visit waits no longer; `dispatch`: it goes, and its tenant is charged."""
+    def remove(self, visit: Visit, stage: Stage) -> None:
+        """A visit waits no longer; if it is sent to a pod, its tenant is charged."""
         band = visit.band
         assert band is not None
-        if dispatch:
-            band.dispatch(visit)
-        else:
-            band.remove(visit)
-        if not band.amount.requests:
+        if stage is Stage.SENT:
+            band.charge(visit)
+        visit.stage = stage
+        band.remove(visit)
+        if not band.requests:
             self._busy.remove(band)
-        self.amount.take(visit)
-        held = self._by_tenant[visit.tenant]
-        held.take(visit)
-        if not held.requests:
-            del self._by_tenant[visit.tenant]
+        self.requests -= 1
+        self.size -= visit.size
 
     def band(self, priority: int) -> Band:
         """That of a priority, whether something waits there or not."""
         band = self.bands.get(priority)
         if band is None:
             if len(self.bands) >= MAX_BANDS:
-                idle = (band for band in self.bands.values() if not band.amount.requests)
+                idle = (band for band in self.bands.values() if not band.requests)
                 if (forgotten := next(idle, None)) is not None:
                     del self.bands[forgotten.priority]
             vtc = VirtualTokenCounter(self._cost, self._weight)
@@ -95,66 +89,66 @@ class FlowQueue:
         return of_tenant or of_all  # both are known to do, so nobody gives way in vain
 
     def _victim_of_tenant(self, visit: Visit) -> Visit | None:
-        settings = self._settings
-        held = self._by_tenant.get(visit.tenant, _NOTHING)
-        lack = _lack(held, visit, settings.tenant_requests, settings.tenant_bytes)
-        if lack is None:
+        settings, tenant = self._settings, visit.tenant
+        if not (
+            _over(self.requests + 1, settings.tenant_requests)
+            or _over(self.size + visit.size, settings.tenant_bytes)
+        ):
+            return None  # not even if all that waits were this tenant's
+        requests, size = 1, visit.size
+        for band in self._busy:
+            queue = band.queues.get(tenant)
+            if queue is not None:
+                requests += queue.requests
+                size += queue.size
+        requests = _over(requests, settings.tenant_requests)
+        size = _over(size, settings.tenant_bytes)
+        if not requests and not size:
             return None
         lower = [
             queue
             for band in self._busy
-            if band.priority < visit.priority
-            and (queue := band.queues.get(visit.tenant)) is not None
+            if band.priority < visit.priority and (queue := band.queues.get(tenant)) is not None
         ]
-        if _enough(lack, (queue.amount for queue in lower)):
+        if _enough(requests, size, lower):
             return lower[0].newest()
         raise Full("tenant_queue_full", "too much of this tenant waits already")
 
     def _victim_of_all(self, visit: Visit) -> Visit | None:
-        settings = self._settings
-        lack = _lack(self.amount, visit, settings.max_requests, settings.max_bytes)
-        if lack is None:
+        requests = _over(self.requests + 1, self._settings.max_requests)
+        size = _over(self.size + visit.size, self._settings.max_bytes)
+        if not requests and not size:
             return None
         lower = [band for band in self._busy if band.priority < visit.priority]
-        if _enough(lack, (band.amount for band in lower)):
+        if _enough(requests, size, lower):
             return lower[0].longest().newest()
-        rival = self._longest_rival(visit)
-        if rival is not None:
-            newest = rival.newest()
-            if _enough(lack, [Amount(1, newest.size)]):
-                return newest
+        rival = self._newest_rival(visit)
+        if rival is not None and requests <= 1 and size <= rival.size:
+            return rival
         raise Full("queue_full", "too many requests wait")
 
-    def _longest_rival(self, visit: Visit) -> TenantQueue | None:
-        """The longest queue at a visit's priority, if its own tenant's is shorter with it."""
+    def _newest_rival(self, visit: Visit) -> Visit | None:
+        """Of the longest queue at a visit's priority, if its own tenant's is shorter with it."""
         band = self.bands.get(visit.priority)
-        if band is None or not band.amount.requests:
+        if band is None or not band.requests:
             return None
         longest, own = band.longest(), band.queues.get(visit.tenant)
-        mine = 0 if own is None else own.amount.requests
-        return longest if longest.amount.requests > mine + 1 else None
-
-
-_NOTHING = Amount()
+        mine = 0 if own is None else own.requests
+        return longest.newest() if longest.requests > mine + 1 else None
 
 
 def _priority(band: Band) -> int:
     return band.priority
 
 
-def _lack(held: Amount, visit: Visit, requests: int, size: int) -> Amount | None:
-    """How much of what is held is too much for a visit to come; a limit of 0 is none."""
-    lacking = held.requests + 1 - requests if requests else 0
-    too_large = held.size + visit.size - size if size else 0
-    if lacking <= 0 and too_large <= 0:
-        return None
-    return Amount(max(0, lacking), max(0, too_large))
+def _over(amount: int, most: int) -> int:
+    """By how much an amount is too large; a limit of 0 is none."""
+    return amount - most if 0 < most < amount else 0
 
 
-def _enough(lack: Amount, amounts: Iterable[Amount]) -> bool:
-    """Whether these would make up for what lacks."""
-    requests = size = 0
-    for amount in amounts:
-        requests += amount.requests
-        size += amount.size
-    return requests >= lack.requests and size >= lack.size
+def _enough(requests: int, size: int, those: list[Band] | list[TenantQueue]) -> bool:
+    """Whether these have so many requests and bytes."""
+    for each in those:
+        requests -= each.requests
+        size -= each.size
+    return requests <= 0 and size <= 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from picker.cost import Cost, TokenCost
@@ -49,7 +49,7 @@ class Account:
     expected: int  # output tokens that were charged in advance
     output_tokens: int = 0  # that came so far
     charged: float = 0.0  # cost, before it is divided by the weight
-    _arrival: int = field(default=0)  # of the tenant, at which this was dispatched
+    _arrival: int = 0  # of the tenant, at which this was dispatched
 
 
 class VirtualTokenCounter:
@@ -152,7 +152,7 @@ class VirtualTokenCounter:
         assert counter.waiting
         counter.open += 1
         account = Account(
-            counter, self.weight(tenant), prompt_tokens, expected, _arrival=counter.arrivals
+            counter, self.weight(tenant), prompt_tokens, expected, 0, 0.0, counter.arrivals
         )
         self._charge(account, self._cost(prompt_tokens, expected))
         return account

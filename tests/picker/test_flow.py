@@ -410,7 +410,7 @@ def test_timers_of_the_served_do_not_pile_up():
     for _ in range(5000):
         desk.come()
         desk.give(1)
-    assert len(desk.flow._expiries) < 200
+    assert len(desk.flow._by_arrival) < 200
 
 
 def test_a_visit_is_made_of_what_the_request_says():
@@ -440,3 +440,15 @@ def test_output_is_expected_as_before_where_asked_for():
     assert desk.flow.visit("a", {}).expected == 20
     assert desk.flow.visit("a", {}, most_output=5).expected == 5
     assert Desk().flow.visit("a", {}).expected == 0
+
+
+def test_who_has_most_is_known_only_while_it_matters():
+    desk = Desk(maxRequests=20)
+    for _ in range(25):
+        desk.come("flood")
+    desk.come("modest")
+    for number in range(1000):
+        desk.give(1)
+        desk.come(f"tenant-{number % 7}")
+    (band,) = desk.flow.bands
+    assert band._longest is None
