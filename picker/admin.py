@@ -1,6 +1,6 @@
 """The picker's own pages: metrics, health, and why things are as they are.
 
-For operators, on loopback unless configured otherwise. Every page is read-only, and what a page
+For operators, on loopback unless configured otherwise. No page changes anything, and what a page
 costs is bounded, because it is made on the loop that picks.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -26,11 +26,20 @@ from picker.journal import SIZE, Journal, detail, summary
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
+from picker.prefix.gauges import EventGauges
 from picker.prefix.match import PrefixProducer
+from picker.prefix.view import EventsView
 from picker.refusal import Refusal
+from picker.request import parse
+
+if TYPE_CHECKING:
+    from picker.prefix.precise import EventsPrefix
 
 DEFAULT_LIMIT = 100  # picks on a page
 PIECES_AT_ONCE = 20  # of a metrics page, about 0.3 ms
+MAX_LOOKUP = 4 << 20  # bytes of a body; longer ones get no tokens either
+LOOKUPS_AT_ONCE = 4
+LOOKUP_PATH = "/v1/chat/completions"
 JSON = "application/json"
 
 
@@ -41,6 +50,7 @@ class Views:
     pool: Pool
     load: Load
     prefix: PrefixProducer
+    events: EventsPrefix | None  # the same, where it follows KV events
     journal: Journal
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
@@ -51,7 +61,7 @@ class Views:
 def make_app(views: Views) -> web.Application:
     """The application of the admin port."""
     pages = Pages(views)
-    app = web.Application(middlewares=[answer_refusals])
+    app = web.Application(middlewares=[answer_refusals], client_max_size=MAX_LOOKUP)
     app.add_routes(
         [
             web.get("/", pages.index),
@@ -61,6 +71,8 @@ def make_app(views: Views) -> web.Application:
             web.get("/config", pages.config),
             web.get("/debug/state", pages.state),
             web.get("/debug/decisions", pages.decisions),
+            web.get("/debug/index", pages.prefix_index),
+            web.post("/debug/lookup", pages.lookup),
         ]
     )
     return app
@@ -72,6 +84,8 @@ class Pages:
     def __init__(self, views: Views) -> None:
         self._views = views
         self._gauges = PoolGauges(views.pool, views.load, views.prefix)
+        self._events = None if views.events is None else EventsView(views.events, views.pool)
+        self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
         """What there is."""
@@ -83,13 +97,18 @@ class Pages:
             "/debug/state                      the pods, as the picker sees them\n"
             f"/debug/decisions?limit={DEFAULT_LIMIT}        the last picks, newest first\n"
             "/debug/decisions?request_id=ID    one pick, with the scores of every candidate\n"
+            "/debug/index                      what pods told by KV events that they hold\n"
+            "/debug/lookup?path=PATH           POST a request's body: who holds its prompt\n"
         )
         return web.Response(text=text)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text: the picker's numbers, and those of its process."""
         page = bytearray()
-        for pages in (self._gauges.page(), self._views.metrics.page()):
+        all_pages = [self._gauges.page(), self._views.metrics.page()]
+        if self._events is not None:
+            all_pages.append(EventGauges(self._events).page())
+        for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
                 if number % PIECES_AT_ONCE == 0:
@@ -163,6 +182,32 @@ class Pages:
         picks = [summary(pick) for pick, _ in zip(reversed(journal), range(limit), strict=False)]
         return _json({"decisions": picks})
 
+    async def prefix_index(self, request: web.Request) -> web.Response:
+        """The index of KV events, and those who feed it."""
+        tokenizer = self._views.config().prefix.tokenizer
+        return _json(self._precise().all(self._views.metrics, tokenizer))
+
+    async def lookup(self, request: web.Request) -> web.Response:
+        """Which pod holds how much of a prompt. The body is a request's, as a client sends it."""
+        view = self._precise()
+        if self._lookups >= LOOKUPS_AT_ONCE:
+            raise Refusal(429, "busy", f"{LOOKUPS_AT_ONCE} lookups are under way", retry_after=1)
+        self._lookups += 1
+        try:
+            path = request.query.get("path", LOOKUP_PATH)
+            asked = parse("POST", path, _prompt_headers(request), await _body(request))
+            if not asked.prompt:
+                raise Refusal(400, "no_prompt", f"there is no prompt in this body for {path}")
+            return _json(await view.find(asked))
+        finally:
+            self._lookups -= 1
+
+    def _precise(self) -> EventsView:
+        if self._events is None:
+            mode = self._views.config().prefix.mode
+            raise Refusal(404, "no_index", f"no KV events are followed: prefix.mode is {mode}")
+        return self._events
+
 
 @web.middleware
 async def answer_refusals(
@@ -173,6 +218,20 @@ async def answer_refusals(
     except Refusal as refusal:
         return web.Response(body=refusal.body, status=refusal.status, content_type=JSON)
     return response
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        why = f"a lookup takes at most {MAX_LOOKUP} bytes"
+        raise Refusal(413, "body_too_large", why) from None
+
+
+def _prompt_headers(request: web.Request) -> dict[str, str]:
+    """What is JSON whatever a client calls it, and the key by which pods may be asked."""
+    key = request.headers.get("authorization")
+    return {"content-type": JSON} | ({} if key is None else {"authorization": key})
 
 
 def _limit(text: str | None) -> int:

@@ -13,6 +13,7 @@ COMMANDS = {  # name: (module, attribute, one line of help)
     "work": ("worker.cli", "work", "Serve one model with an OpenAI API."),
     "envoy": ("picker.commands.envoy", "envoy", "Print Envoy's configuration."),
     "explain": ("picker.commands.explain", "explain", "Show why the last picks went where."),
+    "index": ("picker.commands.index", "index", "Show what the pods say that they hold."),
     "model": ("worker.model_cli", "model", "Pull, list and inspect local models."),
 }
 

@@ -225,7 +225,7 @@ class Director:
             uncached_tokens=uncached,
             prompt_blocks=match.num_blocks,
             matched_blocks=int(match.blocks[endpoint.slot]),
-            matched_by=match.by,
+            matched_by=match.by_of(endpoint.slot),
             picked_at=time.time(),
             _director=self,
             _session=session,

@@ -65,7 +65,7 @@ def summary(pick: Pick) -> dict[str, Any]:
         "picked": list(pick.decision.endpoints),  # with those to fall back to
         "promptTokens": pick.prompt_tokens,
         "matchedBy": pick.matched_by,
-        "matchedTokens": pick.predicted_tokens,
+        "predictedTokens": pick.predicted_tokens,
         "promptBlocks": pick.prompt_blocks,
         "matchedBlocks": pick.matched_blocks,
         "usage": usage

@@ -79,7 +79,7 @@ class LeanServer:
         self._drained = asyncio.Event()
 
     async def start(self) -> int:
-        """Listen. Returns the port.
+        """Take a port, and return it. Connections to it are refused until `serve`.
 
         Raises:
             OSError: the port is in use, or the host is none of this machine.
@@ -87,10 +87,19 @@ class LeanServer:
         listen = self._config.listen
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), listen.host.strip("[]"), listen.http, backlog=BACKLOG
+            lambda: Connection(self),
+            listen.host.strip("[]"),
+            listen.http,
+            backlog=BACKLOG,
+            start_serving=False,
         )
         self._sweep_on()
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def serve(self) -> None:
+        """Take connections. Envoy does not ask this port whether the picker is ready."""
+        assert self._server is not None, "started"
+        await self._server.start_serving()
 
     async def drain(self) -> None:
         """Let Envoy go elsewhere: take no connection, and close those that are idle.

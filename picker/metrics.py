@@ -165,6 +165,7 @@ REFUSALS = Spec(
     "Requests that the picker answered itself.",
 )
 POD_ERROR = "ModelServerError"
+COMPARED = (By.EVENTS, By.APPROXIMATE)
 
 
 class Result(StrEnum):
@@ -228,7 +229,7 @@ class PickerMetrics:
         self._hit_ratio = Histogram(HIT_RATIO.bounds)
         self._moved = 0
         self.matches = dict.fromkeys(By, 0)
-        self.predictions = {(by, result): 0 for by in By for result in Result}
+        self.predictions = {(by, result): 0 for by in COMPARED for result in Result}
 
     # What the director tells
 
@@ -272,7 +273,9 @@ class PickerMetrics:
             pod.prompt_tokens += usage.prompt_tokens
             pod.predicted_tokens += pick.predicted_tokens
             pod.cached_tokens += cached
-            self.predictions[pick.matched_by, _result(pick.predicted_tokens, cached)] += 1
+            if pick.matched_by is not By.NONE:
+                result = _result(pick.predicted_tokens, cached)
+                self.predictions[pick.matched_by, result] += 1
         if usage.completion_tokens:
             model.normalized.observe(seconds / usage.completion_tokens)
             if first is not None and usage.completion_tokens > 1:

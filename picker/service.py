@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
 from picker.sessions import Sessions
+
+if TYPE_CHECKING:
+    from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,8 @@ class Service:
         self.config = config
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
-        self._prefix = _producer(self._pool, config.prefix)
+        self._events = _events_prefix(self._pool, config.prefix)
+        self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
@@ -87,7 +91,8 @@ class Service:
         return len(self._pool.endpoints)
 
     async def start(self) -> Ports:
-        """Listen and look at the pods. The service answers now, but is not ready yet.
+        """Listen and look at the pods. The service answers now, but is not ready yet, and its
+        HTTP port is still closed.
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
@@ -105,9 +110,14 @@ class Service:
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load or failed to; from then on the service is ready."""
+        """Wait until each pod has told its load, and what it holds, or failed to.
+
+        From then on the service is ready.
+        """
         await self._scraper.first_round()
+        await self._prefix.first_round()
         assert self._servers is not None, "started"
+        await self._servers.lean.serve()
         self._not_ready = None
         self._servers.health.set_ready(True)
 
@@ -158,6 +168,7 @@ class Service:
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
+            events=self._events,
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
@@ -165,10 +176,10 @@ class Service:
         )
 
 
-def _producer(pool: Pool, settings: Prefix) -> PrefixProducer:
-    """Who tells which pod holds a prompt's prefix."""
-    if settings.mode == "approximate":
-        return ApproximatePrefix(pool, settings)
+def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
+    """What tells which pod holds a prompt's prefix by KV events; None: that is not wanted."""
+    if settings.mode != "events":
+        return None
     try:
         from picker.prefix.precise import EventsPrefix  # its packages need not be installed
     except ModuleNotFoundError as missing:

@@ -1,17 +1,12 @@
 """Texts to token ids as arrays, remembering the pieces of earlier texts.
 
-A chat is cut before each special token. What a tokenizer makes of a text between two of them does
-not depend on what stands around, so the next turn of a conversation needs only its new pieces to
-be encoded. Each piece begins with its special token, and is encoded together with it: a tokenizer
-that treats a text's very beginning differently sees the same surroundings as in the whole.
+So the next turn of a conversation needs only its new pieces to be encoded: see text.cuts.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import suppress
-from itertools import pairwise
 from threading import Lock
 from typing import Protocol
 
@@ -21,13 +16,13 @@ from numpy.typing import NDArray
 from text.asked import Renderer
 from text.byte_tokenizer import ByteTokenizer
 from text.chat_messages import ChatTemplateError
+from text.cuts import cuts_of
 from text.load import load_tokenizer
 from text.tokenizer import Tokenizer
 
 Ids = NDArray[np.uint32]
 
 MAX_PIECES = 8192  # of one text; a text of more is encoded whole
-_TRIED = 64  # special tokens; some vocabularies have a thousand alike
 _STEP = 1 << 14  # ids converted at a time, so that other threads get their turn
 _ENTRY_BYTES = 200  # of a dictionary's entry, an array's head and the like, about
 _GREETING = [{"role": "user", "content": "Hi"}]
@@ -81,15 +76,10 @@ class CachedEncoder:
     def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
         self.renderer = tokenizer
         self.has_chat_template = tokenizer.has_chat_template
+        self.cuts = cuts_of(tokenizer)  # None: only whole texts are remembered
         self._tokenizer = tokenizer
-        self._pieces = Remembered(max_bytes)
-        self._cut = cut_before(tokenizer)
-        self._around = _added_around(tokenizer) if self._cut else None
-
-    @property
-    def cuts(self) -> bool:
-        """Whether texts are cut; if not, only whole texts are remembered."""
-        return self._cut is not None
+        self._known = Remembered(max_bytes)
+        self._around = _added_around(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool) -> Ids:
         """The ids of a text: the same as those of encoding it as a whole.
@@ -97,31 +87,39 @@ class CachedEncoder:
         Raises:
             ModelError: the tokenizer failed.
         """
-        if self._cut is None or (add_special_tokens and self._around is None):
-            return self._piece(text, add_special_tokens)
-        pieces = _pieces(self._cut, text)
+        around = self._around if add_special_tokens else (_NONE, _NONE)
+        if self.cuts is None or around is None:
+            return self._whole(text, add_special_tokens)
+        pieces = self.cuts.pieces(text)
         if len(pieces) > MAX_PIECES:
-            return self._encoded(text, add_special_tokens)
-        parts = [self._piece(piece, False) for piece in pieces]
-        if add_special_tokens and self._around is not None:
-            before, after = self._around
-            parts = [before, *parts, after]
-        return np.concatenate(parts) if parts else _NONE
+            return self._whole(text, add_special_tokens)
+        found = [self._known.get(piece) for piece in pieces]
+        missing = {piece for piece, ids in zip(pieces, found, strict=True) if ids is None}
+        new = dict(zip(missing, self._encoded(list(missing), False), strict=True))
+        for piece, ids in new.items():
+            self._known.keep(piece, ids)
+        parts = [
+            new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
+        ]
+        return np.concatenate([around[0], *parts, around[1]])
 
-    def _piece(self, text: str, add_special_tokens: bool) -> Ids:
-        key = f"{add_special_tokens:d}{text}"
-        known = self._pieces.get(key)
+    def _whole(self, text: str, add_special_tokens: bool) -> Ids:
+        key = f"{add_special_tokens:d}{text}".encode("utf-8", "surrogatepass")  # no piece's name
+        known = self._known.get(key)
         if known is None:
-            known = self._encoded(text, add_special_tokens)
-            self._pieces.keep(key, known)
+            (known,) = self._encoded([text], add_special_tokens)
+            self._known.keep(key, known)
         return known
 
-    def _encoded(self, text: str, add_special_tokens: bool) -> Ids:
-        ids = self._tokenizer.encode(text, add_special_tokens)
-        array = np.empty(len(ids), np.uint32)
-        for start in range(0, len(ids), _STEP):
-            array[start : start + _STEP] = ids[start : start + _STEP]
-        return array
+    def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[Ids]:
+        return [_packed(ids) for ids in self._tokenizer.encode_all(texts, add_special_tokens)]
+
+
+def _packed(ids: list[int]) -> Ids:
+    array = np.empty(len(ids), np.uint32)
+    for start in range(0, len(ids), _STEP):
+        array[start : start + _STEP] = ids[start : start + _STEP]
+    return array
 
 
 class Remembered:
@@ -156,51 +154,6 @@ class Remembered:
 
 def _size(key: str | bytes, ids: Ids) -> int:
     return sys.getsizeof(key) + ids.nbytes + _ENTRY_BYTES
-
-
-def cut_before(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """What texts can be cut before without a change of their ids; None: nothing is sure.
-
-    The tokenizers library takes added tokens out of a text first, the leftmost and of those the
-    longest, and then handles what is between them piece by piece. So a special token divides a text
-    wherever it stands, provided that it is found in the text as it is (not normalised, without its
-    surroundings), and that no other added token can hide it. Tried out besides.
-    """
-    backend = tokenizer.backend
-    added = backend.get_added_tokens_decoder().values()
-    raw = [token for token in added if not token.normalized]
-    marks = sorted({token.content for token in raw if token.special}, key=len, reverse=True)
-    if not marks or backend.encode_special_tokens:
-        return None
-    if any(token.lstrip or token.rstrip or token.single_word for token in raw):
-        return None
-    others = [token.content for token in raw if not token.special]
-    if any(_can_hide(other, mark) for other in others for mark in marks):
-        return None
-    pattern = re.compile("|".join(map(re.escape, marks)))
-    return pattern if _cuts_well(tokenizer, pattern, marks) else None
-
-
-def _can_hide(other: str, mark: str) -> bool:
-    """Whether a match of `other` can cover the beginning of `mark`."""
-    if mark in other:
-        return True
-    return any(other.endswith(mark[:length]) for length in range(1, min(len(other), len(mark))))
-
-
-def _cuts_well(tokenizer: Tokenizer, cut: re.Pattern[str], marks: list[str]) -> bool:
-    for mark in marks[:_TRIED]:
-        text = f"Hi, {mark} there{mark}{mark}\n 1{mark}\u0301e  {mark}the{mark} "
-        cut_up = [token for piece in _pieces(cut, text) for token in tokenizer.encode(piece, False)]
-        if cut_up != tokenizer.encode(text, False):
-            return False
-    return True
-
-
-def _pieces(cut: re.Pattern[str], text: str) -> list[str]:
-    """A text, cut before each special token; none is empty."""
-    bounds = [0, *(match.start() for match in cut.finditer(text)), len(text)]
-    return [text[start:end] for start, end in pairwise(bounds) if start < end]
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Ids, Ids] | None:

@@ -39,6 +39,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_WORDS, QWEN2_WORDS = _WORDS % "{1,3}", _WORDS % ""
 
 
 def build_backend(metadata: Fields) -> Tokenizer:
@@ -101,7 +102,7 @@ def _splitter(split: str) -> tuple[Normalizer | None, PreTokenizer]:
         return None, ByteLevel(add_prefix_space=False)
     if split == _SMOLLM:
         return None, Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    words = Split(Regex(_WORDS % ("{1,3}" if split == _LLAMA3 else "")), "isolated")
+    words = Split(Regex(LLAMA3_WORDS if split == _LLAMA3 else QWEN2_WORDS), "isolated")
     pieces = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
     return normalizers.NFC() if split == _QWEN2 else None, pieces
 

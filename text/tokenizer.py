@@ -81,7 +81,7 @@ class Tokenizer:
         """From the metadata of a GGUF file, or ModelError."""
         try:
             backend = build_backend(metadata)
-        except ModelError:
+        except (ModelError, ImportError):
             raise
         except BaseException as error:
             if not _is_library_error(error):
@@ -114,22 +114,25 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. A chat that was rendered has its special tokens already: add none then."""
+        (ids,) = self.encode_all([text], add_special_tokens)
+        return ids
+
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of several texts. Python's lock is free meanwhile."""
+        encode = self.backend.encode_batch_fast  # the others also find each token's place
         try:
-            return self._encode(text, add_special_tokens)
+            found = encode(texts, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             # Half a surrogate pair, which JSON can carry: no tokenizer has a token for it.
-            repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._encode(repaired, add_special_tokens)
+            repaired = [
+                text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
+            ]
+            found = encode(repaired, add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not _is_library_error(error):
                 raise
             raise ModelError(f"the tokenizer failed: {one_line(error)}") from error
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` takes longer: it also finds each token's place in the text, and holds Python's
-        # lock for a part of it.
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these tokens; ids that the vocabulary lacks stand for nothing."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Sequence
-from http.client import HTTPException
 from typing import Any
 
 import click
+
+from picker.commands.admin_page import admin_option, ask, count, output_option, print_table, safe
 
 EXAMPLES = """\b
 Examples:
@@ -20,33 +17,25 @@ Examples:
   warmpath explain 6f9a1c0e-2f0b-4c57-9a53-0d2f5a1f7f10
   warmpath explain --admin http://10.0.0.7:9090
 """
-SECONDS = 5.0  # for the picker to answer
-MAX_BYTES = 16 << 20  # of its answer
 LIST_COLUMNS = (
     "when",
     "request id",
     "model",
     "pod",
     "prompt",
-    "matched",
+    "predicted",
     "cached",
     "first token",
     "total",
     "status",
 )
-LEFT = ("when", "request id", "model", "pod", "candidate", "status")  # aligned; numbers right
+LEFT = {"when", "request id", "model", "pod", "candidate", "status"}
+BY = {"events": "KV events", "approximate": "what was sent", "none": "nothing"}
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("request_id", required=False)
-@click.option(
-    "--admin",
-    default="http://127.0.0.1:9090",
-    show_default=True,
-    envvar="WARMPATH_ADMIN",
-    show_envvar=True,
-    help="The picker's admin page.",
-)
+@admin_option
 @click.option(
     "-n",
     "--limit",
@@ -55,14 +44,7 @@ LEFT = ("when", "request id", "model", "pod", "candidate", "status")  # aligned;
     show_default=True,
     help="How many of the last picks to show.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How to print the answer.",
-)
+@output_option
 def explain(request_id: str | None, admin: str, limit: int, output: str) -> None:
     """Show why the last picks went where they went, newest first.
 
@@ -70,43 +52,22 @@ def explain(request_id: str | None, admin: str, limit: int, output: str) -> None
     scores. The picker keeps its last 1,024 picks.
     """
     query = {"limit": str(limit)} if request_id is None else {"request_id": request_id}
-    decisions = _ask(admin, query)
+    decisions = _decisions(admin, query)
     if output == "json":
         click.echo(json.dumps(decisions, indent=2))
     elif not decisions:
         click.echo("the picker has picked nothing yet")
     elif request_id is None:
-        _print_table(LIST_COLUMNS, [_row(decision) for decision in decisions])
+        print_table(LIST_COLUMNS, [_row(decision) for decision in decisions], LEFT)
     else:
         _print_one(decisions[0])
 
 
-def _ask(admin: str, query: dict[str, str]) -> list[dict[str, Any]]:
-    """The decisions that an admin page gives; failures are one line and exit code 1."""
-    if "://" not in admin:
-        admin = f"http://{admin}"
-    if not admin.startswith(("http://", "https://")):
-        raise click.UsageError(f"--admin {admin}: write http://HOST:PORT")
-    url = f"{admin.rstrip('/')}/debug/decisions?{urllib.parse.urlencode(query)}"
-    try:
-        with urllib.request.urlopen(url, timeout=SECONDS) as answer:  # noqa: S310  # http(s) only
-            decisions: list[dict[str, Any]] = json.loads(answer.read(MAX_BYTES))["decisions"]
-            return decisions
-    except urllib.error.HTTPError as refused:
-        raise click.ClickException(_why(refused, admin)) from refused
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as problem:
-        reason = getattr(problem, "reason", problem)
-        raise click.ClickException(
-            f"no picker answers at {admin}: {reason} (start one with `warmpath pick`, or name its "
-            "admin page with --admin)"
-        ) from problem
-
-
-def _why(refused: urllib.error.HTTPError, admin: str) -> str:
-    try:
-        return str(json.loads(refused.read(MAX_BYTES))["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{admin} answers {refused.code}: it is not the admin page of a picker"
+def _decisions(admin: str, query: dict[str, str]) -> list[dict[str, Any]]:
+    decisions: list[dict[str, Any]] = ask(admin, "/debug/decisions", "decisions", query)[
+        "decisions"
+    ]
+    return decisions
 
 
 def _row(decision: dict[str, Any]) -> list[str]:
@@ -116,12 +77,12 @@ def _row(decision: dict[str, Any]) -> list[str]:
         pod += f" (not {decision['picked'][0]})"
     return [
         time.strftime("%H:%M:%S", time.localtime(decision["pickedAt"])),
-        _safe(decision["requestId"]),
-        _safe(decision["model"] or "-"),
+        safe(decision["requestId"]),
+        safe(decision["model"] or "-"),
         pod,
-        _count(usage.get("promptTokens", decision["promptTokens"])),
-        _count(decision["matchedTokens"]),
-        _count(usage.get("cachedTokens")),
+        count(usage.get("promptTokens", decision["promptTokens"])),
+        _predicted(decision),
+        count(usage.get("cachedTokens")),
         _milliseconds(decision["firstTokenSeconds"]),
         _milliseconds(decision["seconds"]),
         _status(decision),
@@ -132,7 +93,8 @@ def _print_one(decision: dict[str, Any]) -> None:
     """A pick's own numbers, then a row per candidate."""
     for label, value in zip(LIST_COLUMNS, _row(decision), strict=True):
         click.echo(f"{label:<14}{value}")
-    click.echo(f"{'path':<14}{_safe(decision['path'])}")
+    click.echo(f"{'path':<14}{safe(decision['path'])}")
+    click.echo(f"{'matched by':<14}{BY.get(decision['matchedBy'], '?')}")
     fallbacks = ", ".join(decision["picked"][1:]) or "-"
     click.echo(f"{'fallbacks':<14}{fallbacks}")
     for drop in decision["dropped"]:
@@ -143,43 +105,22 @@ def _print_one(decision: dict[str, Any]) -> None:
         [
             candidate["endpoint"]
             + (" *" if candidate["endpoint"] == decision["picked"][0] else ""),
-            _count(candidate["matchedTokens"]),
+            count(candidate["matchedTokens"]),
             *(_score(candidate["scores"][name], weights[name]) for name in weights),
             _decimal(candidate["total"]),
         ]
         for candidate in decision["candidates"]
     ]
-    _print_table(["candidate", "matched", *weights, "total"], rows)
+    print_table(["candidate", "matched", *weights, "total"], rows, LEFT)
     left_out = decision["considered"] - len(rows)
     if left_out > 0:
         click.echo(f"{left_out} candidates with lower totals are left out")
 
 
-def _print_table(headings: Sequence[str], rows: list[list[str]]) -> None:
-    """On a terminal as wide as it is; elsewhere as wide as the cells."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console, JustifyMethod
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        cells = [headings, *rows]
-        console.width = max(
-            console.width, sum(max(map(len, c)) + 3 for c in zip(*cells, strict=True))
-        )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        justify: JustifyMethod = "left" if heading in LEFT else "right"
-        table.add_column(heading, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: what clients sent is no markup
-    console.print(table)
-
-
-def _safe(text: str) -> str:
-    """A client's word without what would steer a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _predicted(decision: dict[str, Any]) -> str:
+    """Guessed ones are marked."""
+    guessed = decision["matchedBy"] == "approximate"
+    return ("~" if guessed else "") + count(decision["predictedTokens"])
 
 
 def _status(decision: dict[str, Any]) -> str:
@@ -187,10 +128,6 @@ def _status(decision: dict[str, Any]) -> str:
     if outcome is None:
         return "running"
     return f"{status or '-'} {outcome}"
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
 
 
 def _milliseconds(seconds: float | None) -> str:

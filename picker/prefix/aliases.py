@@ -22,7 +22,7 @@ class Aliases:
     def __init__(self, max_entries: int, blocks: Blocks, sources: Sources) -> None:
         self.table = Table(max_entries)
         self.keys: Keys = np.zeros(max_entries, np.uint64)
-        self._masks = Masks(max_entries)
+        self.masks = Masks(max_entries)  # who means an entry
         self._blocks = blocks
         self._sources = sources
 
@@ -32,7 +32,7 @@ class Aliases:
     @property
     def num_bytes(self) -> int:
         """What has been written of its columns."""
-        return self.table.num_bytes + self.table.top * 8 * (1 + len(self._masks.words))
+        return self.table.num_bytes + self.table.top * 8 * (1 + len(self.masks.words))
 
     def find(self, source: Source, hashes: Keys) -> tuple[Rows, Rows]:
         """The entry of each hash, and the row of its block, for blocks that the source holds.
@@ -100,20 +100,20 @@ class Aliases:
                 new = self.table.insert(different)
                 self.keys[new] = keys[missing[first]]
                 entries[missing] = new[which]
-        self._masks.word(source.word)[entries] |= source.bit
+        self.masks.word(source.word)[entries] |= source.bit
 
     def forget(self, source: Source, entries: Rows) -> None:
         """A source means these entries, all different, no more."""
-        self._masks.word(source.word)[entries] &= ~source.bit
-        self.table.delete(entries[~self._masks.any(entries)])
+        self.masks.word(source.word)[entries] &= ~source.bit
+        self.table.delete(entries[~self.masks.any(entries)])
 
     def sweep(self, first: int, last: int) -> None:
         """Forget, among the entries first to last - 1, what sources do not hold any more."""
         entries = np.arange(first, last)
-        entries = entries[self._masks.any(entries)]
+        entries = entries[self.masks.any(entries)]
         rows = self._blocks.table.find(self.keys.take(entries))
         gone = rows < 0
-        for number, word in enumerate(self._masks.words):
+        for number, word in enumerate(self.masks.words):
             holders = np.zeros(len(rows), np.uint64)
             for masks in self._blocks.held.values():
                 if number < len(masks.words):
@@ -121,7 +121,7 @@ class Aliases:
             holders &= self._sources.live[number]
             holders[gone] = 0
             word[entries] &= holders
-        self.table.delete(entries[~self._masks.any(entries)])
+        self.table.delete(entries[~self.masks.any(entries)])
 
     def _entries(self, source: Source, hashes: Keys) -> Rows:
         """The entry of each hash that the source has, or -1."""
@@ -138,7 +138,7 @@ class Aliases:
         return entries
 
     def _mine(self, source: Source, entries: Rows) -> Flags:
-        mine: Flags = (self._masks.word(source.word).take(entries) & source.bit) != 0
+        mine: Flags = (self.masks.word(source.word).take(entries) & source.bit) != 0
         mine &= entries >= 0
         return mine
 

@@ -58,6 +58,9 @@ class ApproximatePrefix:
     async def start(self) -> None:
         """There is nothing to start: it learns when it is told."""
 
+    async def first_round(self) -> None:
+        """Pods tell nothing here."""
+
     async def stop(self) -> None:
         """There is nothing to stop."""
 

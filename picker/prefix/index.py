@@ -12,10 +12,12 @@ Nothing here waits or locks. One event loop owns an index and calls `tidy` betwe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picker.prefix.aliases import Aliases
 from picker.prefix.events import Event, Tier
@@ -32,6 +34,8 @@ from picker.prefix.upkeep import FULL, Upkeep
 BLOCK_SIZE = 16  # tokens: vLLM's default, assumed of pods until they tell
 ALIASES_PER_BLOCK = 2  # at most, on average; engines that hash alike share them
 
+N = TypeVar("N", np.int32, np.float32)
+
 __all__ = ["BlockIndex", "Lookup", "Source", "Stats", "TokenPrompt"]
 
 
@@ -41,7 +45,8 @@ class Stats:
 
     blocks: int  # different ones that are known
     max_blocks: int
-    held: dict[Tier, int]  # by tier; a block that two sources hold counts twice
+    held: int  # by all sources together: what two of them hold counts twice
+    tiers: dict[Tier, int]  # the same, by tier
     aliases: int  # engine hashes
     sources: int
     orphans: int
@@ -68,7 +73,7 @@ class BlockIndex:
         """
         self.capacity = capacity
         self._block_sizes = np.full(capacity, BLOCK_SIZE, np.int32)  # by slot
-        self._sizes: list[int] | None = None  # of blocks, that are in use; None: to be found out
+        self._view: _View | None = None
         self._sources = Sources()
         self._blocks = Blocks(max_blocks, self._sources)
         self._aliases = Aliases(ALIASES_PER_BLOCK * max_blocks, self._blocks, self._sources)
@@ -87,7 +92,7 @@ class BlockIndex:
             more = np.full(capacity - self.capacity, BLOCK_SIZE, np.int32)
             self._block_sizes = np.concatenate((self._block_sizes, more))
             self.capacity = capacity
-            self._sizes = None
+            self._view = None
 
     def open(self, slot: int) -> Source:
         """A publisher of a pod, which holds nothing yet. A pod may have several, one for each rank.
@@ -100,7 +105,6 @@ class BlockIndex:
         if not 0 <= slot < self.capacity:
             raise IndexError(f"slot {slot} of an index with {self.capacity}")
         source = Source(slot, self._sources.take(), Orphans(self._nursery))
-        self._sizes = None
         self._sources.by_slot.setdefault(slot, []).append(source)
         self._sources.enter(source)
         return source
@@ -110,7 +114,6 @@ class BlockIndex:
         if not source.open:
             return
         source.open = False
-        self._sizes = None
         source.orphans.clear()
         self._sources.retire(source)
         siblings = self._sources.by_slot[source.slot]
@@ -122,14 +125,10 @@ class BlockIndex:
         """A publisher holds nothing any more."""
         if not source.open:
             return
+        source.cleared += 1
         source.orphans.clear()
         self._sources.retire(source)
-        source.number = self._sources.take()
-        source.main = None
-        source.skipped.clear()
-        source.sizes.clear()
-        self._sizes = None
-        source.renamed = False
+        source.begin_anew(self._sources.take())
         self._sources.enter(source)
 
     def apply(self, source: Source, events: Sequence[Event]) -> None:
@@ -139,7 +138,9 @@ class BlockIndex:
 
     def match(self, prompt: TokenPrompt) -> Lookup:
         """How much of a prompt each pod holds, from its beginning on."""
-        sizes = self._sizes_in_use()
+        view = self._view
+        if view is None or view.revision != self._sources.revision:
+            view = self._look()
         lookup = Lookup(
             np.zeros(self.capacity, np.int32),
             np.zeros(self.capacity, np.int32),
@@ -147,20 +148,20 @@ class BlockIndex:
             self._block_sizes.copy(),
             {},
         )
-        in_use = np.flatnonzero(self._sources.slots >= 0)
-        slots = self._sources.slots[in_use]
-        for size in sizes:
+        for size in view.sizes:
             lookup.keys[size] = keys = prompt_keys(prompt, size)
             counts, weights = depths(self._blocks, self._sources, keys)
-            blocks = np.zeros(self.capacity, np.int32)
-            np.maximum.at(blocks, slots, counts[in_use].astype(np.int32))
-            weighted = np.zeros(self.capacity, np.float32)
-            np.maximum.at(weighted, slots, weights[in_use].astype(np.float32))
-            tokens = blocks * size
+            blocks = view.by_slot(counts, np.zeros(self.capacity, np.int32))
+            weighted = view.by_slot(weights, np.zeros(self.capacity, np.float32))
+            weighted *= size
+            tokens = blocks * np.int32(size)
+            if len(view.sizes) == 1:
+                lookup.blocks, lookup.tokens, lookup.weighted = blocks, tokens, weighted
+                break
             better = tokens > lookup.tokens
             lookup.blocks[better] = blocks[better]
             lookup.tokens[better] = tokens[better]
-            lookup.weighted[better] = weighted[better] * size
+            lookup.weighted[better] = weighted[better]
             lookup.block_sizes[better] = size
         return lookup
 
@@ -201,13 +202,19 @@ class BlockIndex:
         return {tier: int(self._sources.held[tier, source.number]) for tier in Tier}
 
     @property
+    def adapters(self) -> Set[str]:
+        """Names of LoRA adapters that publishers have told of."""
+        return self._intake.adapters
+
+    @property
     def stats(self) -> Stats:
         counts = self._intake.counts
         held = self._sources.held.sum(axis=1)
         return Stats(
             blocks=len(self._blocks),
             max_blocks=self._blocks.table.max_rows,
-            held={tier: int(held[tier]) for tier in Tier},
+            held=int(held.sum()),
+            tiers={tier: int(held[tier]) for tier in Tier},
             aliases=len(self._aliases),
             sources=len(self._sources),
             orphans=self._nursery.blocks,
@@ -223,21 +230,39 @@ class BlockIndex:
         )
 
     def _stored(self, source: Source, rows: Rows) -> None:
-        if source.block_size and source.block_size not in (self._sizes or ()):
-            self._sizes = None
         self._fresh.stored(self._sources.by_slot[source.slot][0], rows)
 
-    def _sizes_in_use(self) -> list[int]:
-        """Block sizes by which prompts are looked up: those that pods have told.
+    def _look(self) -> _View:
+        """Make a view. Pods that have told nothing are taken to be as most others are."""
+        told = Counter(source.block_size for source in self._sources.all())
+        del told[0]
+        usual = told.most_common(1)[0][0] if told else BLOCK_SIZE
+        self._block_sizes[:] = usual
+        for slot, sources in self._sources.by_slot.items():
+            self._block_sizes[slot] = max(source.block_size for source in sources) or usual
+        bits = np.flatnonzero(self._sources.slots >= 0)
+        slots = self._sources.slots[bits]
+        sizes = sorted(self._sources.block_sizes() | {usual})
+        single = len(bits) == len(self._sources.by_slot)
+        self._view = _View(self._sources.revision, sizes, bits, slots, single)
+        return self._view
 
-        Pods that have not are taken to be as most others are.
-        """
-        if self._sizes is None:
-            told = Counter(source.block_size for source in self._sources.all())
-            del told[0]
-            usual = told.most_common(1)[0][0] if told else BLOCK_SIZE
-            self._block_sizes[:] = usual
-            for slot, sources in self._sources.by_slot.items():
-                self._block_sizes[slot] = max(source.block_size for source in sources) or usual
-            self._sizes = sorted(self._sources.block_sizes() | {usual})
-        return self._sizes
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """What every lookup needs to know of the sources."""
+
+    revision: int  # of the sources
+    sizes: list[int]  # of blocks in use, in tokens
+    bits: Rows
+    slots: NDArray[np.int32]  # of these bits
+    single: bool  # no pod has two sources
+
+    def by_slot(self, by_bit: NDArray[Any], column: NDArray[N]) -> NDArray[N]:
+        """Write each pod's best value into a column of zeros, which is returned."""
+        values = by_bit.take(self.bits).astype(column.dtype)
+        if self.single:
+            column[self.slots] = values
+        else:
+            np.maximum.at(column, self.slots, values)
+        return column

@@ -11,8 +11,9 @@ from functools import lru_cache
 import numpy as np
 
 from picker.prefix.aliases import Aliases
-from picker.prefix.events import Event, Removed, Stored, Tier
-from picker.prefix.keys import Chains, Extra, block_hashes, extra_hash, root
+from picker.prefix.events import Cleared, Event, Removed, Stored, Tier
+from picker.prefix.few import Few
+from picker.prefix.keys import MASK, Extra, block_hashes, chain_keys, extra_hash, root
 from picker.prefix.rows import Blocks, Flags
 from picker.prefix.sources import Source, Sources
 from picker.prefix.table import Keys, Rows
@@ -20,8 +21,10 @@ from picker.prefix.table import Keys, Rows
 # Kinds of attention whose blocks are good for any prompt that begins with them. Others (sliding
 # windows, Mamba states) hold only what the end of a prompt needs.
 FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+FEW = 16  # blocks that are faster one by one
 MAX_SIZES = 8  # block sizes in use at the same time: a prompt is looked up once for each
 MAX_SKIPPED = 64  # groups of a source that are known to be no full attention
+MAX_ADAPTERS = 4096  # whose names are kept
 _ROUNDS = 16  # of storing what comes after an event that must be refused
 
 Start = int | tuple[int, int]  # the key before a chain; or a chain before, and a position in it
@@ -74,16 +77,46 @@ class Intake:
     ) -> None:
         """`stored` hears of rows that a source holds from now on, `clear` of events to clear it."""
         self.counts = Counts()
+        self.adapters: set[str] = set()  # that blocks were told of
         self._blocks = blocks
         self._aliases = aliases
         self._sources = sources
         self._on_stored = stored
         self._on_clear = clear
+        self._few = Few(blocks, aliases, sources)
         self._tick = 0  # blocks stored since the clock went on
         self._per_tick = max(1, blocks.table.max_rows >> 8)
 
     def apply(self, source: Source, events: Sequence[Event]) -> None:
         """Apply a source's events, in order."""
+        if len(events) <= FEW and sum(map(_size, events)) <= FEW:
+            for event in events:
+                self._apply_few(source, event)
+        else:
+            self._apply_many(source, events)
+
+    def _apply_few(self, source: Source, event: Event) -> None:
+        """Apply an event of few blocks."""
+        if isinstance(event, Removed) and event.group == source.main not in source.skipped:
+            for name in event.hashes:
+                known = self._few.remove(source, event.tier, name)
+                if known is None:
+                    self._apply_many(source, [Removed([name], event.medium, event.group)])
+                elif known:
+                    self.counts.removed += 1
+                else:
+                    self.counts.unknown_removed += 1
+        elif isinstance(event, Stored) and event.tokens and self._accepts(source, event):
+            rows = self._few.store(source, event)
+            if rows is None:
+                place = (event.block_size, event.tier, event.group)
+                self._flush(source, _Window(stored={place: [event]}))
+            else:
+                self._note(source, rows)
+        elif not (isinstance(event, Stored) and event.tokens):
+            self._apply_many(source, [event])
+
+    def _apply_many(self, source: Source, events: Sequence[Event]) -> None:
         window = _Window()
         for event in events:
             if isinstance(event, Stored):
@@ -93,7 +126,7 @@ class Intake:
                     window.copied.update(event.hashes)
                     window.copies.append(event)
                     continue
-                if window.copied and not window.copied.isdisjoint(event.hashes):
+                if window.copied and (source.orphans or not window.copied.isdisjoint(event.hashes)):
                     self._flush(source, window)
                     window = _Window()
                 before = len(window.names)
@@ -104,6 +137,9 @@ class Intake:
                 place = (event.block_size, event.tier, event.group)
                 window.stored.setdefault(place, []).append(event)
             elif isinstance(event, Removed):
+                if event.group in source.skipped:
+                    self.counts.skipped += len(event.hashes)
+                    continue
                 if window.concerns(source, event):
                     self._flush(source, window)
                     window = _Window()
@@ -154,11 +190,13 @@ class Intake:
                 reason = "block size"
             else:
                 source.sizes.add(size)
+                source.block_size = size
+                self._sources.revision += 1
         if reason is not None:
             self._refuse(reason, count)
             return False
-        if event.tokens:
-            source.block_size = size
+        if event.lora_name is not None and len(self.adapters) < MAX_ADAPTERS:
+            self.adapters.add(event.lora_name)
         if source.main is None:
             source.main = event.group
         return count > 0
@@ -190,7 +228,7 @@ class Intake:
             if not events:
                 break
             firsts = np.cumsum([0, *(len(event.hashes) for event in events)])
-            hashes, keys = self._keys(events, starts, size)
+            hashes, keys = self._keys(events, firsts[:-1], starts, size)
             names, entries, conflict = self._aliases.plan(source, hashes, keys)
             if repeats:
                 conflict = _conflicts(hashes, keys, conflict)
@@ -272,7 +310,9 @@ class Intake:
             above.append(row)
         return found, starts, above
 
-    def _keys(self, events: list[Stored], starts: list[Start], size: int) -> tuple[Keys, Keys]:
+    def _keys(
+        self, events: list[Stored], firsts: Rows, starts: list[Start], size: int
+    ) -> tuple[Keys, Keys]:
         """The engine's hashes, and our keys."""
         names, tokens = array("Q"), array("I")
         for event in events:
@@ -285,15 +325,9 @@ class Intake:
                 for place, extras in enumerate(event.extra_keys, position):
                     if extras:
                         added = _extra_hash(tuple(extras), event.lora_name)
-                        hashes[place] += added
+                        hashes[place] = int(hashes[place]) + added & MASK
             position += len(event.hashes)
-        chains = Chains(hashes)
-        position = 0
-        for event, start in zip(events, starts, strict=True):
-            chains.start(position, start if isinstance(start, int) else chains.key(*start))
-            position += len(event.hashes)
-        keys = chains.keys([len(event.hashes) for event in events])
-        return np.frombuffer(names, np.uint64), keys
+        return np.frombuffer(names, np.uint64), chain_keys(hashes, firsts, starts)
 
     def _commit(
         self,
@@ -368,6 +402,11 @@ class Intake:
                     bool(held[position]),
                 )
         self._sources.held[tier, source.number] += len(rows) - num_held
+        self._note(source, rows)
+
+    def _note(self, source: Source, rows: Rows) -> None:
+        """What is the same for all that is stored."""
+        blocks = self._blocks
         self.counts.stored += len(rows)
         blocks.touched[rows] = blocks.now
         self._tick += len(rows)
@@ -407,9 +446,6 @@ class Intake:
 
     def _remove(self, source: Source, events: list[Removed]) -> None:
         for (tier, group), names in _by_place(events).items():
-            if group in source.skipped:
-                self.counts.skipped += len(names)
-                continue
             self._remove_from(source, tier, group, names)
 
     def _remove_from(self, source: Source, tier: Tier, group: int, names: list[int]) -> None:
@@ -456,6 +492,10 @@ class Intake:
             elif last:
                 gone[row] = position
         return np.array(list(gone.values()), np.intp), unknown
+
+
+def _size(event: Event) -> int:
+    return 0 if isinstance(event, Cleared) else len(event.hashes)
 
 
 def _as_keys(names: Iterable[int]) -> Keys:
@@ -510,9 +550,9 @@ def _positions(
 
 
 @lru_cache(maxsize=4096)
-def _extra_hash(extras: tuple[Extra, ...], adapter: str | None) -> np.uint64:
+def _extra_hash(extras: tuple[Extra, ...], adapter: str | None) -> int:
     """As `extra_hash`; the adapter's name, which engines put there too, is in the root already."""
     if adapter is not None and adapter in extras:
         at = extras.index(adapter)
         extras = extras[:at] + extras[at + 1 :]
-    return np.uint64(extra_hash(extras))
+    return extra_hash(extras)

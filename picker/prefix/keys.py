@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,13 @@ Tokens = NDArray[np.uint32]
 Extra = str | bytes | int | Sequence["Extra"]
 
 MASK = (1 << 64) - 1
-MAX_BLOCK_SIZE = 1 << 16  # tokens
 
 _SEED = secrets.randbits(64)
-_START = np.uint64(secrets.randbits(64))
+_START = secrets.randbits(64)
 _P = secrets.randbits(61) << 3 | 5  # 5 mod 8: its powers repeat as late as can be, after 2^62
 _Q = pow(_P, -1, 1 << 64)
-_MIX = np.uint64(secrets.randbits(64) | 1)
-_SHIFT = np.uint64(32)
+_MIX = secrets.randbits(64) | 1
+_32 = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,11 +51,6 @@ class TokenPrompt:
     tokens: Tokens
     adapter: str | None = None
     extras: Mapping[int, Sequence[Extra]] = field(default_factory=dict)
-
-
-def _odd(count: int) -> Keys:
-    drawn = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
-    return drawn | np.uint64(1)
 
 
 def _powers_of(base: int, count: int) -> Keys:
@@ -79,8 +74,24 @@ class Powers:
         self.up, self.down = (_powers_of(base, size) for base in (_P, _Q))
 
 
+class Factors:
+    """Random odd numbers, one for each token of a block, as many as were needed."""
+
+    def __init__(self) -> None:
+        self.array = np.empty(0, np.uint64)
+        self.reach(64)
+
+    def reach(self, count: int) -> None:
+        """Have at least this many."""
+        more = count - len(self.array)
+        if more > 0:
+            drawn = np.frombuffer(secrets.token_bytes(8 * more), np.uint64) | np.uint64(1)
+            self.array = np.concatenate((self.array, drawn))
+            self.list: list[int] = self.array.tolist()
+
+
 _powers = Powers()
-_factors = _odd(64)
+_factors = Factors()
 
 
 @lru_cache(maxsize=4096)
@@ -112,15 +123,27 @@ def _hash_of(extra: Extra) -> int:
 
 def block_hashes(tokens: Tokens, block_size: int) -> Keys:
     """The hash of each block; there must be whole blocks only."""
-    global _factors
-    if block_size > len(_factors):
-        _factors = np.concatenate((_factors, _odd(block_size - len(_factors))))
-    hashes: Keys = tokens.reshape(-1, block_size).astype(np.uint64) @ _factors[:block_size]
-    hashes += _START
-    hashes ^= hashes >> _SHIFT
-    hashes *= _MIX
-    hashes ^= hashes >> _SHIFT
+    _factors.reach(block_size)
+    hashes: Keys = tokens.reshape(-1, block_size).astype(np.uint64) @ _factors.array[:block_size]
+    hashes += np.uint64(_START)
+    hashes ^= hashes >> _32
+    hashes *= np.uint64(_MIX)
+    hashes ^= hashes >> _32
     return hashes
+
+
+def block_hash(tokens: Sequence[int]) -> int:
+    """The hash of one block."""
+    _factors.reach(len(tokens))
+    value: int = sum(map(mul, tokens, _factors.list), _START)
+    value &= MASK
+    value = (value ^ value >> 32) * _MIX & MASK
+    return value ^ value >> 32
+
+
+def next_key(key: int, value: int) -> int:
+    """The key of a block with this hash, after a block or a root with that key."""
+    return key * _P + value & MASK
 
 
 def prompt_keys(prompt: TokenPrompt, block_size: int) -> Keys:
@@ -138,37 +161,33 @@ def prompt_keys(prompt: TokenPrompt, block_size: int) -> Keys:
     return keys
 
 
-class Chains:
-    """The keys of several chains at once, one after another in one array.
+def chain_keys(
+    hashes: Keys, firsts: NDArray[np.intp], before: Sequence[int | tuple[int, int]]
+) -> Keys:
+    """The keys of several chains at once.
 
-    A chain begins after a key from elsewhere or after a block of an earlier chain.
+    Args:
+        hashes: of the blocks of all chains, one after another; taken over.
+        firsts: where each chain begins.
+        before: the key before each chain; or a chain before it, and the position among all blocks
+            of the one that it continues.
     """
-
-    def __init__(self, hashes: Keys) -> None:
-        """`hashes`: of the blocks of all chains; taken over."""
-        count = len(hashes)
-        _powers.reach(count)
-        self._up, self._down = _powers.up, _powers.down
-        hashes *= self._down[1 : count + 1]
-        self._sums: Keys = np.cumsum(hashes, out=hashes)
-        self._offsets: list[int] = []  # of each chain: what its sums lack
-
-    def start(self, position: int, parent: int) -> None:
-        """The next chain begins at this position, after this key."""
-        before = int(self._sums[position - 1]) if position else 0
-        self._offsets.append(parent * int(self._down[position]) - before & MASK)
-
-    def key(self, chain: int, position: int) -> int:
-        """The key at a position that belongs to this chain."""
-        up = int(self._up[position + 1])
-        return up * (int(self._sums[position]) + self._offsets[chain]) & MASK
-
-    def keys(self, lengths: Sequence[int]) -> Keys:
-        """All keys; `lengths` are those of the chains. To be called once."""
-        offsets = np.array(self._offsets, np.uint64)
-        if len(lengths) > 1:
-            offsets = offsets.repeat(lengths)
-        keys = self._sums
-        keys += offsets
-        keys *= self._up[1 : len(keys) + 1]
-        return keys
+    count = len(hashes)
+    _powers.reach(count)
+    up, down = _powers.up, _powers.down
+    hashes *= down[1 : count + 1]
+    sums: Keys = np.cumsum(hashes, out=hashes)
+    # What the sums lack in each chain: its key before, minus what was added up by then.
+    keys = np.array([key if isinstance(key, int) else 0 for key in before], np.uint64)
+    offsets = keys * down[firsts]
+    offsets[1:] -= sums[firsts[1:] - 1]
+    for number, place in enumerate(before):
+        if not isinstance(place, int):
+            chain, position = place
+            key = (int(sums[position]) + int(offsets[chain])) * int(up[position + 1])
+            offsets[number] = int(offsets[number]) + key * int(down[firsts[number]]) & MASK
+    if len(firsts) > 1:
+        offsets = offsets.repeat(np.diff(firsts, append=count))
+    sums += offsets
+    sums *= up[1 : count + 1]
+    return sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,34 +40,25 @@ def depths(
     Returns:
         This number, and the sum of the blocks' weights; both by the source's bit.
     """
-    counts = np.zeros(len(sources.slots), np.int64)
-    weights = np.zeros(len(sources.slots), np.float64)
+    words = len(sources.live)
     rows = _known(blocks, keys[:_FIRST])
     if len(rows) == _FIRST < len(keys) and blocks.needed(rows[-1:])[0]:
         rows = np.concatenate((rows, _known(blocks, keys[_FIRST:])))
     if not len(rows):
-        return counts, weights
+        return np.zeros(words * BITS, np.int64), np.zeros(words * BITS)
     blocks.touched[rows[-1]] = blocks.now
-    for number in range(len(sources.live)):
-        gpu, cpu, storage = (_holders([blocks.held[tier]], number, rows) for tier in Tier)
-        expected = _holders(blocks.fresh, number, rows)
-        fast = gpu if expected is None else expected if gpu is None else gpu | expected
-        bits = slice(number * BITS, (number + 1) * BITS)
-        if cpu is None and storage is None:
-            if fast is not None:
-                counts[bits] = weights[bits] = _totals(np.bitwise_and.accumulate(fast))
-            continue
-        none = np.zeros(len(rows), np.uint64)
-        fast = none if fast is None else fast
-        medium = fast if cpu is None else fast | cpu
-        found = np.bitwise_and.accumulate(medium if storage is None else medium | storage)
-        counts[bits] = _totals(found)
-        best, good, least = (WEIGHTS[tier] for tier in Tier)
-        weights[bits] = (
-            least * counts[bits]
-            + (good - least) * _totals(found & medium)
-            + (best - good) * _totals(found & fast)
-        )
+    fast = _holders([blocks.held[Tier.GPU], *blocks.fresh], words, rows)
+    if not blocks.held[Tier.CPU].words and not blocks.held[Tier.STORAGE].words:
+        counts = _totals(np.bitwise_and.accumulate(fast, axis=1))
+        return counts, counts.astype(np.float64)
+    medium = fast | _holders([blocks.held[Tier.CPU]], words, rows)
+    found = medium | _holders([blocks.held[Tier.STORAGE]], words, rows)
+    np.bitwise_and.accumulate(found, axis=1, out=found)
+    counts = _totals(found)
+    best, good, least = (WEIGHTS[tier] for tier in Tier)
+    weights = (counts * least).astype(np.float64)
+    weights += (good - least) * _totals(found & medium)
+    weights += (best - good) * _totals(found & fast)
     return counts, weights
 
 
@@ -78,21 +69,23 @@ def _known(blocks: Blocks, keys: Keys) -> Rows:
     return rows[: missing.argmax()] if missing.any() else rows
 
 
-def _holders(sets: Iterable[Masks], number: int, rows: Rows) -> Words | None:
-    """Who is in one of these sets, of the sources with this word; None: nobody ever was."""
-    found = None
+def _holders(sets: Sequence[Masks], words: int, rows: Rows) -> Words:
+    """Who is in one of these sets: words by rows."""
+    found = np.zeros((words, len(rows)), np.uint64)
     for masks in sets:
-        if number < len(masks.words):
-            word = masks.words[number].take(rows)
-            found = word if found is None else found | word
+        for number, word in enumerate(masks.words):
+            found[number] |= word.take(rows)
     return found
 
 
 def _totals(words: Words) -> NDArray[np.int64]:
-    """How often each bit is set. Fast where neighbours are mostly equal."""
-    changes = np.flatnonzero(words[1:] != words[:-1])
-    changes += 1
-    ends: Rows = np.append(changes, len(words)).astype(np.intp, copy=False)
-    lengths: NDArray[np.int64] = np.diff(ends, prepend=0)
-    totals: NDArray[np.int64] = lengths @ bits_of(words[ends - 1][:, None])
+    """How often each bit is set, of words by rows. Fast where neighbours are mostly equal."""
+    changes = (words[:, 1:] != words[:, :-1]).any(axis=0).nonzero()[0]
+    ends = np.empty(len(changes) + 1, np.int64)  # of runs of equal words
+    ends[:-1] = changes
+    ends[-1] = words.shape[1] - 1
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    lengths[0] += 1
+    totals: NDArray[np.int64] = lengths @ bits_of(words.take(ends, axis=1).T)
     return totals

@@ -33,6 +33,11 @@ class Match:
     num_blocks: int  # of the prompt
     by: By
     mark: Any  # by which its producer knows the prompt
+    guessed: frozenset[int] = frozenset()  # slots of pods that tell nothing: matched by bytes
+
+    def by_of(self, slot: int) -> By:
+        """What the prompt was compared with for one pod."""
+        return By.APPROXIMATE if slot in self.guessed else self.by
 
 
 class PrefixProducer(Protocol):
@@ -40,6 +45,9 @@ class PrefixProducer(Protocol):
 
     async def start(self) -> None:
         """Begin to learn. Raises ConfigError where something that the settings name is missing."""
+
+    async def first_round(self) -> None:
+        """Wait until every pod that tells what it holds has done so, but not for long."""
 
     async def stop(self) -> None:
         """Let go of all that `start` took."""

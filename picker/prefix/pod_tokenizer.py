@@ -96,11 +96,13 @@ def body_of(ask: TextAsk | ChatAsk) -> bytes:
             {"prompt": ask.text, "add_special_tokens": ask.add_special_tokens}
         )
     template = ask.template
+    continues = template.continue_final_message
     body: dict[str, Any] = {
         "messages": ask.messages,
         "tools": template.tools,
-        "add_generation_prompt": template.add_generation_prompt,
-        "continue_final_message": template.continue_final_message,
+        # Both at once would be refused.
+        "add_generation_prompt": template.add_generation_prompt and not continues,
+        "continue_final_message": continues,
         "add_special_tokens": template.add_special_tokens,
         "chat_template_kwargs": template.kwargs,
     }

@@ -18,6 +18,7 @@ Flags = NDArray[np.bool_]
 
 _FREE = -1  # in `above`
 _ROUNDS = 6  # of freeing at once; what is left then is done in the background
+_ROUNDS_OF_ONE = 32
 MAX_GROUPS = 64  # that are told apart in one holding
 
 
@@ -146,6 +147,22 @@ class Blocks:
             rows = self._free(rows)
         if len(rows):
             self.unused.append(rows)
+
+    def release_one(self, row: int) -> None:
+        """As `release`, for one row."""
+        for _ in range(_ROUNDS_OF_ONE):
+            if self.below.item(row) or any(
+                word.item(row) for masks in self._masks for word in masks.words
+            ):
+                return
+            above = self.above.item(row) - 1
+            self.table.delete_one(row)
+            self.above[row] = _FREE
+            if above < 0:
+                return
+            self.below[above] -= 1
+            row = above
+        self.unused.append(np.array([row], np.intp))
 
     def drop(self, rows: Rows) -> Rows:
         """Free these ends of chains, whoever holds them; returns the ends that this leaves."""

@@ -18,6 +18,10 @@ BITS = 64  # of one word
 Words = NDArray[np.uint64]
 
 
+def _new_salt() -> np.uint64:
+    return np.uint64(secrets.randbits(64))
+
+
 @dataclass(slots=True, eq=False)
 class Source:
     """One publisher: a pod, or one rank of it."""
@@ -29,9 +33,19 @@ class Source:
     main: int | None = None  # the group whose single holdings need no count
     skipped: set[int] = field(default_factory=set)  # groups that are no full attention
     sizes: set[int] = field(default_factory=set)  # of its blocks, in tokens
-    block_size: int = 0  # the latest of these; 0: none yet
+    block_size: int = 0  # the one told of last for the first time; 0: none yet
+    cleared: int = 0  # times that it was, by its own word or for want of certainty
     renamed: bool = False  # some of its hashes have another meaning than with others
-    salt: np.uint64 = field(default_factory=lambda: np.uint64(secrets.randbits(64)))
+    salt: np.uint64 = field(default_factory=_new_salt)  # of the names of these
+
+    def begin_anew(self, number: int) -> None:
+        """Another bit, of a publisher that holds nothing yet."""
+        self.number = number
+        self.main = None
+        self.skipped.clear()
+        self.sizes.clear()
+        self.renamed = False
+        self.salt = _new_salt()
 
     @property
     def word(self) -> int:
@@ -73,6 +87,7 @@ class Sources:
         self.live = np.zeros(1, np.uint64)  # bits in use, by word
         self.retired = np.zeros(1, np.uint64)  # bits that sets may still have
         self.held = np.zeros((len(Tier), BITS), np.int64)  # blocks, by tier and bit
+        self.revision = 0  # grows when sources change, or what sizes their blocks have
         self._free: list[int] = list(range(BITS))  # a heap
 
     def __len__(self) -> int:
@@ -100,11 +115,13 @@ class Sources:
 
     def enter(self, source: Source) -> None:
         """This source's bit is in use."""
+        self.revision += 1
         self.slots[source.number] = source.slot
         self.live[source.word] |= source.bit
 
     def retire(self, source: Source) -> None:
         """This source's bit counts no more, though sets still have it."""
+        self.revision += 1
         self.slots[source.number] = -1
         self.live[source.word] &= ~source.bit
         self.retired[source.word] |= source.bit
@@ -119,4 +136,4 @@ class Sources:
 
 def bits_of(words: Words) -> NDArray[np.uint8]:
     """The bits of words, lowest first, along a last axis that is 64 times as long."""
-    return np.unpackbits(words.astype("<u8").view(np.uint8), axis=-1, bitorder="little")
+    return np.unpackbits(words.astype("<u8", "C").view(np.uint8), axis=-1, bitorder="little")

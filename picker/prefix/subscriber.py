@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -15,6 +16,7 @@ from picker import config
 from picker.pool import Endpoint, Pool
 from picker.prefix.addresses import Address, told, usual, written
 from picker.prefix.index import BlockIndex
+from picker.prefix.sockets import Context
 from picker.prefix.subscription import Subscription
 from picker.prefix.turns import Turns
 
@@ -34,6 +36,7 @@ class _Followed:
 
     subscriptions: list[Subscription] = field(default_factory=list)  # by rank
     trouble: str = ""
+    answers: asyncio.Event = field(default_factory=asyncio.Event)  # the pod was seen to
     task: asyncio.Task[None] | None = None
 
 
@@ -69,6 +72,32 @@ class Subscriptions:
         """Why there is none; empty if nothing is wrong."""
         followed = self._followed.get(endpoint)
         return "" if followed is None else followed.trouble
+
+    def silent(self, endpoints: Iterable[Endpoint]) -> list[Endpoint]:
+        """Those of some endpoints of which nothing is known: nobody there is heard, or ever was."""
+        return [
+            endpoint
+            for endpoint in endpoints
+            if (followed := self._followed.get(endpoint)) is not None
+            and not any(each.connected or each.batches for each in followed.subscriptions)
+        ]
+
+    def behind(self) -> list[Endpoint]:
+        """The endpoints that may still tell what they hold, and have not told all of it."""
+        return [
+            endpoint
+            for endpoint, followed in self._followed.items()
+            if not followed.trouble
+            and not (
+                followed.subscriptions and all(each.following for each in followed.subscriptions)
+            )
+        ]
+
+    def answers(self, endpoint: Endpoint) -> None:
+        """An endpoint answers to HTTP: if its publishers are not known, it is time to ask again."""
+        followed = self._followed.get(endpoint)
+        if followed is not None:
+            followed.answers.set()
 
     def added(self, endpoint: Endpoint) -> None:
         if self._tools is None:
@@ -107,7 +136,9 @@ class Subscriptions:
             followed.trouble = trouble
             if not trouble:
                 return
-            await asyncio.sleep(pause)
+            followed.answers.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(followed.answers.wait(), pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _addresses(self, endpoint: Endpoint, tools: _Tools) -> list[Address]:
@@ -143,7 +174,7 @@ class _Tools:
     """What all subscriptions use together, while they run."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: Context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.turns = Turns()
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT))

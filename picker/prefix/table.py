@@ -24,10 +24,12 @@ Rows = NDArray[np.intp]
 NO_ROWS: Rows = np.empty(0, np.intp)
 _SLOTS = 16
 _ROWS_PER_LINE = 6  # on average; 12 in lines that are about to be split
-_FIRST_LINES = 64
-_SPLIT = 64  # lines split at once
+_FIRST_LINES = 256
+_SPLIT = 256  # lines split at once
 
 _32 = np.uint64(32)
+_LOW = (1 << 32) - 1
+_MASK = (1 << 64) - 1
 
 
 class Table:
@@ -41,10 +43,9 @@ class Table:
         self._free = np.zeros(max_rows, np.int32)  # a stack
         self._num_free = 0
         self._row_bits = max_rows.bit_length()
-        self._row_mask = np.uint32((1 << self._row_bits) - 1)
-        self._tag_shift = np.uint64(self._row_bits)  # of the mixed key: tags are its lowest bits
-        self._first = np.uint64(secrets.randbits(64) | 1)
-        self._second = np.uint64(secrets.randbits(64) | 1)
+        self._max_row = (1 << self._row_bits) - 1  # plus one: what a slot says of a row
+        self._first = secrets.randbits(64) | 1
+        self._second = secrets.randbits(64) | 1
         max_lines = max(_FIRST_LINES, max_rows // _ROWS_PER_LINE + 2 * _SPLIT)
         self._lines = np.zeros((max_lines, _SLOTS), np.uint32)
         self._flat = self._lines.reshape(-1)
@@ -72,7 +73,7 @@ class Table:
         lines, tags = self._place(keys)
         slots = self._lines.take(lines, axis=0)
         slots ^= tags[:, None]
-        at = np.flatnonzero(slots <= self._row_mask)
+        at = np.flatnonzero(slots <= np.uint32(self._max_row))
         rows = slots.reshape(-1).take(at).astype(np.intp)
         rows -= 1
         at >>= 4
@@ -117,22 +118,85 @@ class Table:
             elsewhere = np.ones(len(rows), np.bool_)
             elsewhere[owners] = False
             for position in np.flatnonzero(elsewhere).tolist():
-                line = int(lines[position])
-                beside = self._beside[line]
-                del beside[int(keys[position])]
-                if not beside:
-                    del self._beside[line]
-                    self._crowded[line] = False
+                self._delete_beside(int(lines[position]), int(keys[position]))
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
 
+    # The same for one key: without what each call of NumPy costs
+
+    def find_one(self, key: int) -> int:
+        """The row of a key, or -1."""
+        line, tag = self._place_one(key)
+        row_mask = self._max_row
+        for slot in self._lines[line].tolist():
+            row: int = slot ^ tag
+            if row <= row_mask and self.keys.item(row - 1) == key:
+                return row - 1
+        if line in self._beside:
+            return self._beside[line].get(key, -1)
+        return -1
+
+    def insert_one(self, key: int) -> int:
+        """Give a row to a key that has none; there must be room."""
+        if self._num_free:
+            self._num_free -= 1
+            row = self._free.item(self._num_free)
+        else:
+            row = self.top
+            self.top += 1
+        assert row < self.max_rows
+        self.keys[row] = key
+        while self._num_lines * _ROWS_PER_LINE < len(self):
+            self._split()
+        line, tag = self._place_one(key)
+        slots = self._lines[line].tolist()
+        if 0 in slots:
+            self._lines[line, slots.index(0)] = tag | row + 1
+        else:
+            self._put_beside(line, key, row)
+        return row
+
+    def delete_one(self, row: int) -> None:
+        """A row is free; no key leads to it any more."""
+        key = self.keys.item(row)
+        line, tag = self._place_one(key)
+        slots = self._lines[line].tolist()
+        slot = tag | row + 1
+        if slot in slots:
+            self._lines[line, slots.index(slot)] = 0
+        else:
+            self._delete_beside(line, key)
+        self._free[self._num_free] = row
+        self._num_free += 1
+
+    def _place_one(self, key: int) -> tuple[int, int]:
+        mixed = key * self._first & _MASK
+        mixed = (mixed ^ mixed >> 32) * self._second & _MASK
+        line = mixed >> 32 & 2 * self._level - 1
+        if line >= self._num_lines:
+            line -= self._level
+        return line, max((mixed << self._row_bits) & _LOW, self._max_row + 1)
+
+    def _put_beside(self, line: int, key: int, row: int) -> None:
+        self._beside.setdefault(line, {})[key] = row
+        self._crowded[line] = True
+
+    def _delete_beside(self, line: int, key: int) -> None:
+        beside = self._beside[line]
+        del beside[key]
+        if not beside:
+            del self._beside[line]
+            self._crowded[line] = False
+
     def _place(self, keys: Keys) -> tuple[Rows, NDArray[np.uint32]]:
         """Line and tag of each key; a tag is never 0."""
-        mixed = keys * self._first
+        mixed = keys * np.uint64(self._first)
         mixed ^= mixed >> _32
-        mixed *= self._second
-        tags = (mixed << self._tag_shift).astype(np.uint32)  # the low bits, where slots have them
-        np.maximum(tags, self._row_mask + np.uint32(1), out=tags)
+        mixed *= np.uint64(self._second)
+        tags = (mixed << np.uint64(self._row_bits)).astype(
+            np.uint32
+        )  # the low bits, where slots have them
+        np.maximum(tags, np.uint32(self._max_row + 1), out=tags)
         mixed >>= _32
         spread = mixed.view(np.intp)
         lines = spread & (2 * self._level - 1)
@@ -160,9 +224,8 @@ class Table:
         which = (per_line.cumsum() - per_line)[group] + rank
         if not fits.all():
             for position in np.flatnonzero(~fits).tolist():
-                line, number = int(lines[position]), int(order[position])
-                self._beside.setdefault(line, {})[int(keys[number])] = int(rows[number])
-                self._crowded[line] = True
+                number = int(order[position])
+                self._put_beside(int(lines[position]), int(keys[number]), int(rows[number]))
             which, lines, order = which[fits], lines[fits], order[fits]
         self._flat[(lines << 4) + (free[which] & 15)] = slots[order]
 
@@ -173,7 +236,7 @@ class Table:
         lines = self._lines[first:last]
         slots = lines[lines != 0]
         lines[:] = 0
-        rows = (slots & self._row_mask).astype(np.intp)
+        rows = (slots & np.uint32(self._max_row)).astype(np.intp)
         rows -= 1
         crowded = np.flatnonzero(self._crowded[first:last]) + first
         if len(crowded):

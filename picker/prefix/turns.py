@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 PAUSE = 0.005  # seconds between the turns of one who had nothing left: what comes meanwhile waits
 TOGETHER = 0.001  # seconds of the loop after which no further turn begins before others had theirs
@@ -48,7 +51,12 @@ class Turns:
         began = time.monotonic()
         while self._ready and time.monotonic() - began < TOGETHER:
             client = self._ready.popleft()
-            if client.turn():
+            more = False
+            try:
+                more = client.turn()
+            except Exception:  # the others go on
+                log.exception("a turn failed")
+            if more:
                 self._ready.append(client)
             else:
                 client.waiting = False

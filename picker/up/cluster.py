@@ -11,9 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, as_data
+from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, Prefix, as_data
 from picker.envoy import binary
 from picker.up.processes import Child
+from text.load import SIMULATED
 
 HOST = "127.0.0.1"
 MAX_PORT = 65535
@@ -55,6 +56,10 @@ class Plan:
                     EndpointSpec(address=f"{HOST}:{port}", labels={"name": f"worker-{index}"})
                     for index, port in enumerate(self.worker_ports, 1)
                 ],
+            ),
+            prefix=Prefix(
+                mode="events",
+                tokenizer=SIMULATED if self.simulate is not None else self.model,
             ),
             envoy=Envoy(
                 listen=self.port,

@@ -81,9 +81,8 @@ class Answer:
     turn: int  # from 1
     pod: str
     prompt_tokens: int
+    predicted_tokens: int | None  # cached, as the picker expected; None by round robin
     cached_tokens: int  # as the worker counted them
-    matched_blocks: int | None  # as the picker expected; None by round robin
-    blocks: int | None  # in the prompt
     ttft: float  # seconds to the first token
 
 
@@ -92,8 +91,7 @@ class Served:
     """Which pod answered, and what the picker knew."""
 
     pod: str
-    matched_blocks: int | None = None
-    blocks: int | None = None
+    predicted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +159,8 @@ async def _ask(
         turn=turn,
         pod=served.pod,
         prompt_tokens=usage.get("prompt_tokens", 0),
+        predicted_tokens=served.predicted_tokens,
         cached_tokens=details.get("cached_tokens", 0),
-        matched_blocks=served.matched_blocks,
-        blocks=served.blocks,
         ttft=ttft,
     )
     return answer, text

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from rich.console import Console
 
 from picker.names import SERVED_BY
 from picker.up import cluster, show
-from picker.up.cluster import HOST, Plan
+from picker.up.cluster import HOST, CannotStart, Plan
 from picker.up.demo import Answer, Route, Served, converse, prompts
 from picker.up.processes import Child, ChildFailed
 
 START_SECONDS = 300.0  # a large model on a slow disk
+EVENTS_SECONDS = 60.0  # from when all are ready
+POLL_SECONDS = 0.05
 
 
 async def run(plan: Plan, console: Console, *, demo: bool) -> None:
@@ -75,6 +78,7 @@ async def _serve(
     async with aiohttp.ClientSession() as http:
         with show.StartProgress(console) as progress:
             await _start([*workers, *front[:1]], http, progress)
+            await _hear_events(plan, http)
             await _start(front[1:], http, progress)  # Envoy asks at once if the picker is well
         if demo:
             await _demonstrate(plan, http, console)
@@ -102,13 +106,43 @@ async def _start(
         raise failures.exceptions[0] from None
 
 
+async def _hear_events(plan: Plan, http: aiohttp.ClientSession) -> None:
+    """Wait until the picker knows what every worker holds, and hears what changes.
+
+    Raises:
+        CannotStart: there is one that it does not hear.
+    """
+    deadline = time.monotonic() + EVENTS_SECONDS
+    while deaf := await _unheard(plan, http):
+        if time.monotonic() > deadline:
+            raise CannotStart(
+                f"the picker hears no KV events of {', '.join(deaf)} within {EVENTS_SECONDS:.0f} s"
+            )
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _index(plan: Plan, http: aiohttp.ClientSession) -> dict[str, Any]:
+    """What the picker knows of what the workers hold."""
+    async with http.get(f"http://{HOST}:{plan.listen.admin}/debug/index") as response:
+        return dict(await response.json())
+
+
+async def _unheard(plan: Plan, http: aiohttp.ClientSession) -> list[str]:
+    """Workers whose publishers the picker has not found, or does not follow yet."""
+    return [
+        pod["address"]
+        for pod in (await _index(plan, http))["pods"]
+        if not pod["publishers"]
+        or any(not each["connected"] or each["replaying"] for each in pod["publishers"])
+    ]
+
+
 async def _demonstrate(plan: Plan, http: aiohttp.ClientSession, console: Console) -> None:
     async def served_by_picker(request_id: str, _: aiohttp.ClientResponse) -> Served:
         decision = await _decision(plan, http, request_id)
         return Served(
             pod=names[decision["endpoint"]],
-            matched_blocks=decision["matchedBlocks"],
-            blocks=decision["promptBlocks"],
+            predicted_tokens=decision["predictedTokens"],
         )
 
     async def served_by_turns(_: str, response: aiohttp.ClientResponse) -> Served:
@@ -140,10 +174,15 @@ async def _decision(plan: Plan, http: aiohttp.ClientSession, request_id: str) ->
 
 
 async def _forget_prefixes(plan: Plan, http: aiohttp.ClientSession) -> None:
-    """Each way starts with cold caches."""
+    """Each way starts with cold caches, and the picker knows."""
     for port in plan.worker_ports:
         async with http.post(f"http://{HOST}:{port}/reset_prefix_cache") as response:
             response.raise_for_status()
+    deadline = time.monotonic() + EVENTS_SECONDS
+    while any((await _index(plan, http))["index"]["held"].values()):
+        if time.monotonic() > deadline:
+            raise CannotStart("the picker does not hear that the workers' caches are empty")
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def _watch(workers: Sequence[Child], front: Sequence[Child], console: Console) -> None:

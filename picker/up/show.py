@@ -85,7 +85,8 @@ def demo(warm: Sequence[Answer], turns: Sequence[Answer], console: Console) -> N
     """Each prompt's way by the picker, beside its way by round robin."""
     table = Table(
         title="The same conversations down the warm path, and by round robin",
-        caption="cached: prompt tokens that the worker had in its KV cache, as it says itself",
+        caption="predicted: prompt tokens that the picker expected in the worker's KV cache\n"
+        "cached: those that the worker found there, as it says itself, of all",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -93,7 +94,7 @@ def demo(warm: Sequence[Answer], turns: Sequence[Answer], console: Console) -> N
     )
     table.add_column("prompt", no_wrap=True)
     table.add_column("pod", style="bold", no_wrap=True)
-    table.add_column("matched\nblocks", justify="right")
+    table.add_column("pre-\ndicted", justify="right")
     table.add_column("\ncached", justify="right", style="green")
     table.add_column("first\ntoken", justify="right", no_wrap=True)
     table.add_column("round\nrobin", style="dim", no_wrap=True)
@@ -103,7 +104,7 @@ def demo(warm: Sequence[Answer], turns: Sequence[Answer], console: Console) -> N
         table.add_row(
             f"{ours.conversation}, turn {ours.turn}",
             ours.pod,
-            f"{ours.matched_blocks}/{ours.blocks}",
+            str(ours.predicted_tokens),
             f"{ours.cached_tokens}/{ours.prompt_tokens}",
             _duration(ours.ttft),
             theirs.pod,
@@ -128,7 +129,8 @@ def places(plan: Plan, console: Console) -> None:
         f"({plan.profile} profile, workers on {workers})\n"
         f"  {admin}/metrics and /debug/state; Envoy's admin page "
         f"http://{HOST}:{plan.envoy_admin}\n"
-        "  `warmpath explain` says why each request went where it went\n"
+        "  `warmpath explain` says why each request went where it went, `warmpath index` who holds "
+        "what\n"
         "Ctrl-C stops everything.",
         highlight=False,
         soft_wrap=True,

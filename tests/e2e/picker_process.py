@@ -89,14 +89,21 @@ class Site:
 
 @asynccontextmanager
 async def running_site(
-    profile: Profile, folder: Path, *, fail_open: bool = False, more: str = ""
+    profile: Profile,
+    folder: Path,
+    *,
+    addresses: Sequence[str] = (),
+    fail_open: bool = False,
+    more: str = "",
 ) -> AsyncIterator[Site]:
+    """Before the model servers at these addresses, or before two pods of ours."""
     async with AsyncExitStack() as stack:
-        pods = await stack.enter_async_context(running_pods(2))
-        picker = PickerProcess([pod.address for pod in pods], folder, more)
+        pods = await stack.enter_async_context(running_pods(0 if addresses else 2))
+        served = [*addresses, *(pod.address for pod in pods)]
+        picker = PickerProcess(served, folder, more)
         stack.push_async_callback(picker.kill)
         await picker.start()
-        config = config_for(pods, profile=profile)
+        config = config_for(pods, addresses, profile=profile)
         config = msgspec.structs.replace(
             config,
             listen=picker.listen,
@@ -104,6 +111,6 @@ async def running_site(
         )
         told: dict[str, Any] = bootstrap(config, discover=True)
         envoy = await stack.enter_async_context(running_envoy(told))
-        await envoy.wait_for_stat("cluster.pods.membership_total", len(pods))
+        await envoy.wait_for_stat("cluster.pods.membership_total", len(served))
         http = await stack.enter_async_context(aiohttp.ClientSession(envoy.url))
         yield Site(pods, picker, envoy, http)

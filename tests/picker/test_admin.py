@@ -54,6 +54,7 @@ def views_of(admin: Admin) -> Views:
         pool=core.pool,
         load=core.load,
         prefix=core.prefix,
+        events=None,
         journal=core.journal,
         metrics=core.metrics,
         config=lambda: admin.config,
@@ -197,7 +198,7 @@ async def test_explain_lists_the_last_picks(admin: Admin) -> None:
     lines = [line.split() for line in result.output.splitlines() if "llama" in line]
     assert [line[1] for line in lines] == ["second", "first-of-two"]
     assert lines[1][3:] == [
-        *(first.endpoint.address, "6,400", "0", "1,600", "250.0", "ms", "1,000.0", "ms"),
+        *(first.endpoint.address, "6,400", "~0", "1,600", "250.0", "ms", "1,000.0", "ms"),
         *("200", "completed"),
     ]
     assert lines[0][-1] == "running"

@@ -66,7 +66,7 @@ def test_a_summary_follows_its_request_to_the_end() -> None:
         "picked": [PODS[0]],
         "promptTokens": 640,
         "matchedBy": "approximate",
-        "matchedTokens": 0,
+        "predictedTokens": 0,
         "promptBlocks": 0,
         "matchedBlocks": 0,
         "usage": {"promptTokens": 640, "cachedTokens": 32, "completionTokens": 7},

@@ -105,6 +105,7 @@ class Picker:
 async def running(director: Director | None = None, **more: Any) -> AsyncIterator[Picker]:
     picker = Picker(director, **more)
     picker.port = await picker.server.start()
+    await picker.server.serve()
     try:
         yield picker
     finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from picker.config import EndpointSpec
+from picker.config import EndpointSpec, EventSource
 from picker.pool import FIRST_CAPACITY, MAX_ENDPOINTS, Endpoint, Pool, parse_address
 
 
@@ -97,6 +99,35 @@ def test_one_endpoint_twice_is_an_error_however_it_is_written() -> None:
     for first, second in (("127.0.0.1:1", "localhost:1"), ("[::1]:1", "[0::1]:1")):
         with pytest.raises(ValueError, match="given twice"):
             pool_of(first, second)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("ipc:///tmp/events", "write tcp://host:port"),
+        ("tcp://*:5557", "tcp://*:5557 is given twice"),
+    ],
+)
+def test_event_sources_that_cannot_be_are_errors(address: str, says: str) -> None:
+    """Two pods that connect to one address, say: nobody could tell whose events are whose."""
+    events = [EventSource(address=address)]
+    pool = Pool("test")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        pool.update(
+            [EndpointSpec(address=f"10.0.0.{number}:8000", events=events) for number in (1, 2)]
+        )
+    assert not pool.endpoints
+
+
+def test_an_endpoint_whose_events_come_from_elsewhere_is_another() -> None:
+    pool, recorder = Pool("test"), Recorder()
+    pool.listen(recorder)
+    for port in (5557, 5557, 6557):
+        events = [EventSource(address=f"tcp://10.0.0.1:{port}")]
+        pool.update([EndpointSpec(address="10.0.0.1:8000", events=events)])
+    assert [what for what, _ in recorder.heard] == ["added", "removed", "added"]
+    endpoint = pool.restarted(pool.endpoints["10.0.0.1:8000"])
+    assert list(endpoint.events) == events
 
 
 def test_too_many_endpoints_are_an_error() -> None:

@@ -151,6 +151,8 @@ async def test_it_is_ready_when_each_pod_has_told_or_failed() -> None:
         assert (await get(ports.admin, "/healthz"))[0] == 200
         assert not await healthy(ports.health)
         assert await healthy(ports.health, "liveness")
+        with pytest.raises(aiohttp.ClientConnectorError):  # Envoy must not ask yet
+            await ask_lean(ports.http)
         release.set()
         await asyncio.wait_for(service.until_ready(), DEADLINE)
         assert await get(ports.admin, "/readyz") == (200, "ok\n")

@@ -238,6 +238,8 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(index, tmp_path, monke
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_INFO = "/api/models/org/name"
+MODEL_INFO = (_INFO, f"{_INFO}/revision/main", f"{_INFO}/revision/{COMMIT}")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -257,7 +259,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 for name, data in self.files.items()
             ]
             self.answer(json.dumps(files).encode())
-        elif path in ("/api/models/org/name", f"/api/models/org/name/revision/{COMMIT}"):
+        elif path in MODEL_INFO:
             files = [{"rfilename": name, "size": len(self.files[name])} for name in self.files]
             self.answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": files}).encode())
         elif (name := path.removeprefix(f"/org/name/resolve/{COMMIT}/")) in self.files:

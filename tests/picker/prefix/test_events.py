@@ -209,7 +209,7 @@ WRONG = st.one_of(
 UNKNOWN = st.sampled_from([["BlockMoved", [1]], {"type": "BlockMoved", "block_hashes": "?"}])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     sent=st.lists(
         st.tuples(st.just("good"), EVENTS)
@@ -291,14 +291,14 @@ def test_an_adapter_known_by_its_number_is_not_the_base_model() -> None:
 # Hostile messages
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(payload=st.binary(max_size=200))
 def test_any_bytes_are_a_batch(payload: bytes) -> None:
     batch = decode(payload)
     assert batch.malformed >= 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(sent=st.lists(EVENTS, min_size=1, max_size=3), data=st.data())
 def test_damaged_messages_are_counted_or_understood(sent: list[Wire], data: st.DataObject) -> None:
     payload = bytearray(encode([1.5, sent, 0]))

@@ -409,4 +409,4 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestNetwork.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
