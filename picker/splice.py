@@ -89,7 +89,10 @@ def ask_for_usage(body: bytes, options: msgspec.Raw | None) -> Splice | None:
 
 def _offset(body: bytes, piece: msgspec.Raw) -> int:
     """Where a piece of a body starts: decoders give views of what they decode, not copies."""
-    first, start = (np.frombuffer(each, np.uint8).ctypes.data for each in (body, piece))
-    offset = int(start - first)
+    offset = _address(piece) - _address(body)
     assert 0 <= offset <= len(body) - len(piece), "a piece of this body"
     return offset
+
+
+def _address(view: bytes | msgspec.Raw) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

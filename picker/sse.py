@@ -12,10 +12,9 @@ import msgspec
 
 MAX_EVENT = 1 << 16  # bytes; a longer event passes unread, and so does one that is not ended by LF
 
-_MARK = b'"usage"'
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _DATA = b"data:"
 _END = re.compile(rb"\n\r?\n")  # of an event, with lines that end in LF or CRLF
-_MISSING = msgspec.Raw()
 
 
 class UsageStripper:
@@ -57,7 +56,7 @@ class UsageStripper:
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
     """The complete events but for extra ones, and what comes after them."""
-    if data.endswith(b"\n\n") and _MARK not in data:
+    if data.endswith(b"\n\n") and not _USAGE.search(data):
         return data, b""
     kept: list[bytes] = []
     start = 0
@@ -72,7 +71,7 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
 
 class _Chunk(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
-    usage: msgspec.Raw = _MISSING
+    usage: dict[str, msgspec.Raw] | None = None
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
@@ -80,11 +79,11 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 def _is_extra(event: bytes) -> bool:
     """Whether an event tells usage and nothing else."""
-    if _MARK not in event or len(event) > MAX_EVENT:
+    if len(event) > MAX_EVENT or not _USAGE.search(event):
         return False
     data = [line[len(_DATA) :] for line in event.splitlines() if line.startswith(_DATA)]
     try:
         chunk = _CHUNK.decode(b"\n".join(data))
     except (msgspec.DecodeError, RecursionError):
         return False
-    return chunk.choices == [] and bytes(chunk.usage).startswith(b"{")
+    return chunk.choices == [] and chunk.usage is not None

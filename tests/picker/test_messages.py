@@ -12,7 +12,7 @@ from picker.messages import encode, jwt_claim
 from tests.picker.ext_proc import destination, set_headers
 
 
-def test_names_that_clients_make_up_are_not_kept() -> None:
+def test_names_and_bodies_that_clients_make_up_are_not_kept() -> None:
     tracemalloc.start()
     for number in range(2000):
         name = f"x-warmpath-{number}".ljust(5000, "x")
@@ -20,6 +20,7 @@ def test_names_that_clients_make_up_are_not_kept() -> None:
         answer = ProcessingResponse.FromString(encode(reply))
         assert destination(answer) == "192.0.2.1:8000"
         assert name in answer.request_headers.response.header_mutation.remove_headers
+        encode(Steer(Message.REQUEST_BODY, "192.0.2.1:8000", None, (), body=name.encode()))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 1_000_000

@@ -64,6 +64,7 @@ def test_other_ways_to_write_it(event: bytes) -> None:
         b'data: {"choices":[{"text":"\\"choices\\":[],\\"usage\\":{"}]}\n\n',
         b': "choices":[],"usage":{}\n\n',
         b'data: {"choices":[],"usage":{"prompt_tokens":7}\n\n',
+        b'data: {"choices":[],"of":{"usage":{"prompt_tokens":7}}}\n\n',
         b'data: {"error":{"message":"usage"}}\n\n',
         b'data: "usage"\n\n',
         b'event: {"choices":[],"usage":{}}\n\n',
@@ -71,6 +72,13 @@ def test_other_ways_to_write_it(event: bytes) -> None:
 )
 def test_other_events_pass(event: bytes) -> None:
     assert stripped(TOKEN + event + DONE) == TOKEN + event + DONE
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+@pytest.mark.parametrize("empty", [b"\n", b"\r\n", b"\n\n"])
+def test_empty_lines_pass_wherever_they_come(empty: bytes, cut: int) -> None:
+    stream = TOKEN + empty + USAGE + empty + DONE
+    assert stripped(stream, [len(TOKEN) + cut]) == TOKEN + empty + empty + DONE
 
 
 @given(st.binary(), cuts)
@@ -116,6 +124,15 @@ def test_what_is_held_is_bounded(more: int, where: list[int]) -> None:
     stream = TOKEN + event + USAGE + DONE
     left = event if len(event) > MAX_EVENT else b""
     assert stripped(stream, where) == TOKEN + left + DONE
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
+@pytest.mark.parametrize("cut", [-1, 0, 1, 2, 3])
+def test_the_end_of_an_event_that_is_too_long_may_be_cut(end: bytes, cut: int) -> None:
+    event = b"data: " + b"x" * MAX_EVENT
+    stream = event + end + USAGE + DONE
+    assert stripped(stream, [len(event) + cut]) == event + end + DONE
+    assert stripped(stream, [len(event) - 1, len(event) + cut]) == event + end + DONE
 
 
 def test_a_stream_without_events_passes() -> None:
