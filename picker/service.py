@@ -22,6 +22,9 @@ from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
 from picker.prefix.approximate import ApproximatePrefix
+from picker.quota.admin_server import QuotaAdminServer
+from picker.quota.store import Store
+from picker.quota.stores import open_store
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -40,6 +43,7 @@ class Ports:
     http: int
     health: int
     admin: int
+    quota: int | None  # where there is a service to administer quotas
 
 
 class Service:
@@ -75,6 +79,7 @@ class Service:
         self._pool.update(config.pool.endpoints)
         self._not_ready: str | None = "starting"
         self._servers: _Servers | None = None
+        self._store: Store | None = None  # of quotas
 
     @property
     def not_ready(self) -> str | None:
@@ -90,6 +95,7 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
+            ValueError: a file that the configuration names cannot be used.
         """
         listen = self.config.listen
         self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
@@ -98,6 +104,7 @@ class Service:
             http=await _listen(servers.lean, listen.host, listen.http, "http"),
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
+            quota=await self._start_quota_admin(servers),
         )
         await self._scraper.start()
         return ports
@@ -125,6 +132,8 @@ class Service:
         await self._scraper.stop()
         if self._servers is not None:
             await self._servers.stop()
+        if self._store is not None:
+            await self._store.close()
 
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.
@@ -150,6 +159,15 @@ class Service:
                 "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
             )
 
+    async def _start_quota_admin(self, servers: _Servers) -> int | None:
+        """Let the configured administer quotas. Returns the port."""
+        quota, listen = self.config.quota, self.config.listen
+        if not quota.admin.tokens:
+            return None
+        self._store = open_store(quota.store, float(quota.timeout))
+        servers.quota = QuotaAdminServer(self._store, quota, listen.host, listen.quota)
+        return await _listen(servers.quota, listen.host, listen.quota, "quota")
+
     def _views(self) -> Views:
         return Views(
             pool=self._pool,
@@ -174,12 +192,15 @@ class _Servers:
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
         self.admin = AdminServer(views, config.listen.host, config.listen.admin)
+        self.quota: QuotaAdminServer | None = None
 
     async def stop(self) -> None:
         """In the order in which nobody is asked who is gone; the admin pages last."""
         await self.lean.stop()
         await self.ext_proc.stop()
         await self.health_server.stop()
+        if self.quota is not None:
+            await self.quota.stop()
         await self.admin.stop()
 
 

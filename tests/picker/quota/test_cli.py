@@ -55,6 +55,8 @@ def test_limits_are_set_shown_and_taken_away(quota: Terminal) -> None:
         0.5,
     )
     assert second["limit"] == "requests/second" and second["parent"] == "org/a"
+    quota("set", ALICE, "--parent", "")
+    assert quota.data("get", ALICE)[0]["parent"] == ""
     quota("unset", ALICE, "requests/second")
     assert [row["limit"] for row in quota.data("get")] == ["total-tokens/month"]
     quota("unset", ALICE, "--all")
@@ -293,7 +295,7 @@ def test_a_dry_run_changes_nothing(quota: Terminal) -> None:
         ("keys", "create", ALICE),
         ("reset", ALICE, "--all"),
     ):
-        quota(*words, "--dry-run")
+        assert "wp-" not in quota(*words, "--dry-run").stdout  # no key that opens nothing
     assert len(quota.data("audit")) == 1
     assert "dry run" in quota("set", ALICE, "requests=6/month", "--dry-run").stderr
 
