@@ -8,11 +8,13 @@ gone is charged all the same, and a store that is empty is told by its version.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
@@ -20,13 +22,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 import msgspec
-from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter, Low
-from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey, label
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent, Standing
 from picker.quota.policy import Record
@@ -48,6 +50,12 @@ from picker.quota.store import (
 )
 
 MAX_CONNECTIONS = 64
+FIRST_COUNTER = 3  # among a reservation's keys; before them are the version and itself
+SHARED = {  # what stands before a script
+    "write": ("common", "records"),
+    "correct": ("common", "records"),
+    "changes": ("common", "records"),
+}
 MAX_ROUNDS = 3  # of asking again with other windows
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
 LOOKS = 3  # at a store that others use, before a fault is believed
@@ -62,7 +70,6 @@ _SUBJECT = msgspec.json.Decoder(Subject)
 
 class _Granted(msgspec.Struct, array_like=True, tag="granted"):
     now: float
-    lines: tuple[Line, ...]
     standings: tuple[Standing, ...]
     shadowed: tuple[int, ...]
 
@@ -124,7 +131,9 @@ class RedisStore:
         parts = urlsplit(url)
         name = parse_qs(parts.query).get("name", ["default"])[0]
         self._prefix = f"{{warmpath:{name}}}"
-        self._client = _client(url, timeout)
+        self._client = _client(url)
+        self._timeout = timeout
+        self._room = asyncio.Semaphore(MAX_CONNECTIONS)
         self._shown = f"redis at {parts.hostname}:{parts.port or 6379}"  # without a password
         self._version_key = self._key("version")
         self._packed: dict[Plan, _Packed] = {}  # plans of one version
@@ -141,13 +150,14 @@ class RedisStore:
         head = _pack((id, plan.subject, model, ttl, amounts))
         for _ in range(MAX_ROUNDS):
             packed = self._pack_plan(plan)
-            raw = await self._run("reserve", packed.keys, plan.version, head, packed.checks)
+            keys = (self._key(f"r:{id}"), *packed.keys)
+            raw = await self._run("reserve", keys, plan.version, head, packed.checks)
             answer = _RESERVED.decode(raw)
             if isinstance(answer, _Stale):
                 return Stale()
             self._offset = answer.now - time.time()
             if isinstance(answer, _Granted):
-                return Granted(answer.lines, answer.standings, answer.shadowed)
+                return Granted(answer.standings, answer.shadowed)
             if isinstance(answer, _Denied):
                 wait = None if answer.wait < 0 else answer.wait
                 return Denied(answer.check, wait, answer.amount, answer.standings)
@@ -217,11 +227,9 @@ class RedisStore:
                 pipeline.hgetall(self._key(f"use:{day}"))
             pages = await pipeline.execute()
         for day, page in zip(days, pages, strict=True):
-            for field, amount in page.items():
-                subject, model, what = field.decode().split("\t")
-                use = uses.setdefault((day, subject, model), Use())
-                name = what if what in ("requests", "denied") else f"{what}_tokens"
-                setattr(use, name, int(amount))
+            for field, raw in page.items():
+                subject, model = field.decode().split("\t")
+                uses[day, subject, model] = Use(*_unpack(raw))
         return uses
 
     async def denials(self) -> list[Denial]:
@@ -274,10 +282,7 @@ class RedisStore:
                 pipeline.expire(self._key("due"), KEPT_DAYS * DAY)
             for (day, subject, model), use in dump.uses.items():
                 page = self._key(f"use:{day}")
-                for what in ("requests", "prompt", "cached", "completion", "denied"):
-                    name = what if what in ("requests", "denied") else f"{what}_tokens"
-                    if amount := getattr(use, name):
-                        pipeline.hset(page, f"{subject}\t{model}\t{what}", amount)
+                pipeline.hset(page, f"{subject}\t{model}", _pack(astuple(use)))
                 pipeline.expireat(page, (day + 1 + KEPT_DAYS) * DAY)
             for entry in dump.audit:
                 text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
@@ -327,10 +332,10 @@ class RedisStore:
 
     def _packed_at(self, plan: Plan, now: float) -> _Packed:
         start, end = 0.0, float("inf")
-        keys: dict[bytes, int] = {}  # with their numbers among those of values, from 1
+        keys: dict[bytes, int] = {}  # with their numbers among all keys, from 1
 
         def number(key: str) -> int:
-            return keys.setdefault(self._counter_key(key), len(keys) + 1)
+            return keys.setdefault(self._counter_key(key), len(keys) + FIRST_COUNTER)
 
         checks = []
         for check in plan.checks:
@@ -342,19 +347,8 @@ class RedisStore:
             grants = [
                 (draw.key, number(draw.key), draw.amount, draw.expires) for draw in check.grants
             ]
-            checks.append(
-                (
-                    key,
-                    number(key),
-                    check.what,
-                    check.capacity,
-                    check.rate,
-                    *span,
-                    grants,
-                    check.shadow,
-                    label(check),
-                )
-            )
+            limit = (check.what, check.capacity, check.rate, *span, grants, check.shadow)
+            checks.append((key, number(key), *limit))
         return _Packed(start, end, list(keys), _pack(checks))
 
     async def _run(self, name: str, keys: Sequence[bytes], *values: bytes | str) -> Any:
@@ -382,7 +376,8 @@ class RedisStore:
     @asynccontextmanager
     async def _answers(self) -> AsyncIterator[None]:
         try:
-            yield
+            async with asyncio.timeout(self._timeout), self._room:
+                yield
         except (RedisError, OSError, TimeoutError) as problem:
             if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
                 await self._client.aclose()
@@ -414,33 +409,32 @@ class RedisStore:
         }
 
 
-def _client(url: str, timeout: float) -> Any:
+def _client(url: str) -> Any:
     parts = urlsplit(url)
     scheme, plus, cluster = parts.scheme.partition("+")
     if plus and cluster != "cluster":
         raise QuotaError(f"{parts.scheme!r} is no kind of Redis: write redis+cluster://")
     plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
     options: dict[str, Any] = {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "retry": Retry(NoBackoff(), 0),  # who waits has no time for it; admission knows what to do
+        "max_connections": MAX_CONNECTIONS,
+        # Who waits has no time for another try; admission knows what to do instead.
+        "retry": Retry(NoBackoff(), 0),
+        # One timeout stands around each call, which is cheaper than one for each read and write.
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
     }
     try:
-        if cluster:
-            return RedisCluster.from_url(plain, **options)
-        pool = BlockingConnectionPool.from_url(
-            plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
-        )
+        return (RedisCluster if cluster else Redis).from_url(plain, **options)
     except ValueError as problem:
         raise QuotaError(f"{plain!r} cannot be used: {problem}") from None
-    return Redis.from_pool(pool)
 
 
 @cache
 def _script(name: str) -> tuple[str, str]:
     """A script with what all share before it, and its SHA-1."""
     directory = files("picker.quota") / "lua"
-    source = "\n".join((directory / f"{each}.lua").read_text() for each in ("common", name))
+    parts = (*SHARED.get(name, ("common",)), name)
+    source = "\n".join((directory / f"{each}.lua").read_text() for each in parts)
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 

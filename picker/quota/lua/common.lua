@@ -11,7 +11,6 @@ local DONE = 600 -- seconds that a settled one is
 local DAY = 86400
 local KEPT_DAYS = 400
 local NUM_DENIALS = 1000
-local MAX_AUDIT = 100000
 local MAX_LOWS = 16
 local EPSILON = 1e-6
 local BUSY = 1
@@ -43,6 +42,20 @@ local function counter(key)
     counters[key] = found
   end
   return found
+end
+
+-- Read counters that will be looked at, in one call.
+local function read(lines)
+  local keys = {}
+  for index, line in ipairs(lines) do
+    keys[index] = P .. ':c:' .. line[KEY]
+  end
+  if #keys > 0 then
+    for index, raw in ipairs(redis.call('MGET', unpack(keys))) do
+      local key = lines[index][KEY]
+      counters[key] = counters[key] or decoded(raw)
+    end
+  end
 end
 
 local function save()
@@ -195,31 +208,17 @@ local function expire()
   end
 end
 
-local function page()
-  return P .. ':use:' .. math.floor(now / DAY)
-end
-
-local function note(subject, model, what, amount)
-  if amount ~= 0 then
-    redis.call('HINCRBY', page(), subject .. '\t' .. model .. '\t' .. what, amount)
+-- Add to what a subject used today: requests, prompt, cached and completion tokens, denials.
+local function book(subject, model, more)
+  local day = math.floor(now / DAY)
+  local page, field = P .. ':use:' .. day, subject .. '\t' .. model
+  local raw = redis.call('HGET', page, field)
+  local use = raw and cmsgpack.unpack(raw) or {0, 0, 0, 0, 0}
+  for index, amount in ipairs(more) do
+    use[index] = use[index] + amount
   end
-end
-
-local function keep_page()
-  redis.call('EXPIREAT', page(), (math.floor(now / DAY) + 1 + KEPT_DAYS) * DAY)
-end
-
--- Records outlive all that is in use: who comes back within a year finds them.
-local function keep_policy()
-  for _, name in ipairs({'version', 'versions', 'subjects', 'changes', 'audit'}) do
-    redis.call('EXPIRE', P .. ':' .. name, KEPT_DAYS * DAY)
+  redis.call('HSET', page, field, cmsgpack.pack(use))
+  if not raw then
+    redis.call('EXPIREAT', page, (day + 1 + KEPT_DAYS) * DAY)
   end
-end
-
--- Write audit entries, which are JSON, with the revision that they belong to.
-local function enter(entries, revision)
-  for _, entry in ipairs(entries) do
-    redis.call('LPUSH', P .. ':audit', revision .. ':' .. entry)
-  end
-  redis.call('LTRIM', P .. ':audit', 0, MAX_AUDIT - 1)
 end

@@ -1,30 +1,26 @@
 -- Charge all limits of a request, or none.
--- KEYS: version, then the key of each counter and grant that the checks name by number
+-- KEYS: version, reservation, then each counter and grant that the checks name by number
 -- ARGV: version of the policy, [id, subject, model, ttl, amounts], checks
--- a check: [key, its Redis key, what, capacity, rate, start, end, grants, shadow, label]
--- a grant: [key, its Redis key, amount, expires]
+-- a check: [key, its number, what, capacity, rate, start, end, grants, shadow]
+-- a grant: [key, its number, amount, expires]
 
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then
+expire()
+local raw = redis.call('MGET', unpack(KEYS))
+-- The reservation is there only if it was given back before it came: nobody waits for the answer.
+if (raw[1] or '') ~= ARGV[1] or raw[2] then
+  save()
   return cmsgpack.pack({'stale'})
 end
 local id, subject, model, ttl, amounts = unpack(cmsgpack.unpack(ARGV[2]))
-if redis.call('EXISTS', P .. ':r:' .. id) == 1 then
-  return cmsgpack.pack({'stale'}) -- given back before it came; nobody waits for the answer
-end
 local checks = cmsgpack.unpack(ARGV[3])
 for _, check in ipairs(checks) do
   if check[7] > 0 and (now < check[6] or now >= check[7]) then
+    save()
     return cmsgpack.pack({'clock', now})
   end
-end
-expire()
-if #KEYS > 1 then
-  local raw = redis.call('MGET', unpack(KEYS, 2))
-  for _, check in ipairs(checks) do
-    counters[check[1]] = counters[check[1]] or decoded(raw[check[2]])
-    for _, grant in ipairs(check[8]) do
-      counters[grant[1]] = counters[grant[1]] or decoded(raw[grant[2]])
-    end
+  counters[check[1]] = counters[check[1]] or decoded(raw[check[2]])
+  for _, grant in ipairs(check[8]) do
+    counters[grant[1]] = counters[grant[1]] or decoded(raw[grant[2]])
   end
 end
 
@@ -91,8 +87,13 @@ local function standing(check, found)
   return {found[VALUE], found[VALUE] ~= 0 and BUSY or 0}
 end
 
+local function label(key)
+  local whose, of, name = string.match(key, '^(.-)\t(.-)\t([^\t]*)')
+  return whose .. ' ' .. name .. (of ~= '' and ' for ' .. of or '')
+end
+
 local function deny(index, seconds_, shadow)
-  local entry = {now, subject, model, checks[index][10], asked[index][1], seconds_, shadow}
+  local entry = {now, subject, model, label(checks[index][1]), asked[index][1], seconds_, shadow}
   redis.call('LPUSH', P .. ':denials', cmsgpack.pack(entry))
   redis.call('LTRIM', P .. ':denials', 0, NUM_DENIALS - 1)
   redis.call('EXPIRE', P .. ':denials', KEPT_DAYS * DAY)
@@ -104,8 +105,7 @@ if refusing then
     standings[index] = standing(check, counters[check[1]])
   end
   deny(refusing, told, false)
-  note(subject, '', 'denied', 1)
-  keep_page()
+  book(subject, '', {0, 0, 0, 0, 1})
   save()
   return cmsgpack.pack({'denied', now, refusing - 1, told, asked[refusing][1], standings})
 end
@@ -141,4 +141,4 @@ for _, index in ipairs(shadowed) do
   deny(index + 1, -1, true)
 end
 save()
-return cmsgpack.pack({'granted', now, lines, standings, shadowed})
+return cmsgpack.pack({'granted', now, standings, shadowed})

@@ -25,13 +25,10 @@ else
   return 'unknown'
 end
 redis.call('SET', key, '', 'PX', DONE * 1000)
+read(lines)
 resize(lines, amounts, true)
 save()
 if amounts[1] + prompt + completion > 0 then
-  note(subject, model, 'requests', amounts[1])
-  note(subject, model, 'prompt', prompt)
-  note(subject, model, 'cached', cached)
-  note(subject, model, 'completion', completion)
-  keep_page()
+  book(subject, model, {amounts[1], prompt, cached, completion, 0})
 end
 return 'settled'

@@ -1,0 +1,236 @@
+"""What admission and settlement cost, in each store.
+
+python -m bench.quota
+python -m bench.quota --seconds 5 --json quota.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from bench.processes import free_ports, program, scratch_folder
+from bench.report import spread, write
+from picker.config import Leases, Quota
+from picker.quota.admission import Admission, Ask, Quotas
+from picker.quota.model import Subject, parse_limit
+from picker.quota.plan import FREE, Granted
+from picker.quota.policy import Policy
+from picker.quota.store import Change, Store
+from picker.quota.store_memory import MemoryStore
+from picker.quota.store_redis import RedisStore
+from picker.quota.store_sqlite import SQLiteStore
+from picker.usage import Usage
+
+TENANTS = 1000
+CLIENTS = (1, 16, 64)  # at once, of SQLite
+BATCH = 200  # requests between two looks at the clock
+TIMEOUT = 10.0  # seconds: a figure of a busy machine is a figure, an outage is none
+USAGE = Usage(prompt_tokens=900, cached_tokens=300, completion_tokens=120)
+SUBJECTS = {
+    "org/acme": ("", ("total-tokens=900G/month", "requests=900M/hour")),
+    "tenant/*": ("org/acme", ("total-tokens=900M/minute", "requests=900k/second")),
+}
+LIMITS = sum(len(limits) for _, limits in SUBJECTS.values())
+
+
+def ask(number: int) -> Ask:
+    return Ask(f"tenant/{number % TENANTS}", "model", 1000, max_tokens=256)
+
+
+async def prepared(store: Store) -> None:
+    changes = [
+        Change(name, 0, Subject(parent, tuple(parse_limit(text) for text in limits)))
+        for name, (parent, limits) in SUBJECTS.items()
+    ]
+    await store.write(changes, [])
+
+
+async def one(quotas: Quotas, number: int) -> None:
+    admission = await quotas.admit(ask(number))
+    assert isinstance(admission, Admission)
+    assert not admission.degraded, "the store was down"
+    await quotas.settle(admission, USAGE)
+
+
+async def figures(
+    seconds: float, batch: Callable[[], Awaitable[None]], clock: Callable[[], float]
+) -> dict[str, float]:
+    """Microseconds per request, over batches."""
+    await batch()
+    batches = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = clock()
+        await batch()
+        batches.append((clock() - started) / BATCH * 1e6)
+    return spread(batches, 1)
+
+
+async def in_turn(quotas: Quotas, tenants: int) -> None:
+    for number in range(BATCH):
+        await one(quotas, number % tenants)
+
+
+async def at_once(quotas: Quotas, clients: int) -> None:
+    async def client(first: int) -> None:
+        for number in range(first, BATCH, clients):
+            await one(quotas, number)
+
+    await asyncio.gather(*(client(first) for first in range(clients)))
+
+
+async def memory(seconds: float) -> dict[str, Any]:
+    """CPU; nothing waits here."""
+    store = MemoryStore()
+    await prepared(store)
+    quotas = Quotas(store, Quota())
+    await quotas.start()
+    clock = time.process_time
+    found = await figures(seconds, lambda: in_turn(quotas, TENANTS), clock)
+    return {"cpu": found}
+
+
+async def sqlite(seconds: float, directory: Path) -> dict[str, Any]:
+    """Wall time by requests at once, and CPU of all threads."""
+    found: dict[str, Any] = {}
+    for clients in CLIENTS:
+        store = SQLiteStore(directory / f"quota-{clients}.db", TIMEOUT)
+        await prepared(store)
+        quotas = Quotas(store, Quota())
+        await quotas.start()
+        found[str(clients)] = {
+            name: await figures(seconds, lambda: at_once(quotas, clients), clock)  # noqa: B023
+            for name, clock in (("wall", time.perf_counter), ("cpu", time.process_time))
+        }
+        await quotas.close()
+    return found
+
+
+async def redis(seconds: float, url: str) -> dict[str, Any]:
+    """Wall time of one call after another: a script that does nothing, and ours, in turns."""
+    store = RedisStore(url, TIMEOUT)
+    await prepared(store)
+    policy = Policy()
+    changes = await store.changes("")
+    policy.replace(changes.version, {name: each for name, each in changes.records.items() if each})
+    async with Redis.from_url(url, socket_timeout=None) as client:  # as the store's own
+        nothing = await client.script_load("return 1")
+        times: dict[str, list[float]] = {"bare": [], "reserve": [], "settle": []}
+        end = time.perf_counter() + seconds
+        turn = 0
+        while time.perf_counter() < end:
+            ids = [f"{turn}-{number}" for number in range(BATCH)]
+            turn += 1
+            marks = [time.perf_counter()]
+            for _ in ids:
+                await client.evalsha(nothing, 0)
+            marks.append(time.perf_counter())
+            for number, id in enumerate(ids):
+                plan = policy.plan(f"tenant/{number % TENANTS}", "model", store.wall())
+                amounts = (1, 1000, 256, 1256, 1)
+                answer = await store.reserve(id, plan, amounts, "model", 3600.0)
+                assert isinstance(answer, Granted)
+            marks.append(time.perf_counter())
+            for id in ids:
+                assert await store.settle(id, FREE)
+            marks.append(time.perf_counter())
+            for name, start, stop in zip(times, marks, marks[1:], strict=False):
+                times[name].append((stop - start) / BATCH * 1e6)
+    await store.close()
+    bare = times["bare"]
+    both = [sum(pair) / 2 for pair in zip(times["reserve"], times["settle"], strict=True)]
+    return {
+        **{name: spread(values, 1) for name, values in times.items()},
+        "times bare": {
+            name: round(statistics.median(a / b for a, b in zip(values, bare, strict=True)), 2)
+            for name, values in (
+                ("reserve", times["reserve"]),
+                ("settle", times["settle"]),
+                ("both", both),
+            )
+        },
+    }
+
+
+async def leases(seconds: float, url: str) -> dict[str, Any]:
+    """One hot tenant with leases over Redis: wall time, amortised over its requests."""
+    store = RedisStore(url + "?name=leases", TIMEOUT)
+    await prepared(store)
+    quotas = Quotas(store, Quota(leases=Leases(enabled=True)))
+    await quotas.start()
+    found: dict[str, Any] = {
+        name: await figures(seconds, lambda: in_turn(quotas, 1), clock)
+        for name, clock in (("wall", time.perf_counter), ("cpu", time.process_time))
+    }
+    numbers = quotas.numbers
+    found["asked the store"] = round(1 - numbers.leased / numbers.granted, 4)
+    await quotas.close()
+    return found
+
+
+@asynccontextmanager
+async def redis_server() -> AsyncIterator[str]:
+    """A Redis of our own that keeps nothing; its URL."""
+    path = program("redis-server", "redis-server")
+    (port,) = free_ports(1)
+    process = await asyncio.create_subprocess_exec(
+        *(path, "--port", str(port), "--bind", "127.0.0.1", "--save", ""),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with Redis(port=port) as client, asyncio.timeout(TIMEOUT):
+            while True:
+                try:
+                    await client.ping()
+                    break
+                except RedisError:
+                    await asyncio.sleep(0.02)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def measure(seconds: float) -> dict[str, Any]:
+    async with scratch_folder() as directory, redis_server() as url:
+        return {
+            "memory": await memory(seconds),
+            "sqlite": await sqlite(seconds, directory),
+            "redis": await redis(seconds, url),
+            "leases": await leases(seconds, url),
+        }
+
+
+@click.command()
+@click.option("--seconds", type=float, default=2.0, show_default=True, help="For each figure.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Where to write results.")
+def main(seconds: float, path: Path | None) -> None:
+    """Admit requests of many tenants with two limits each, below two of their organisation."""
+    results: dict[str, Any] = {
+        "unit": "microseconds for one admission and its settlement",
+        "limits of a request": LIMITS,
+        **asyncio.run(measure(seconds)),
+    }
+    click.echo(f"memory           {results['memory']['cpu']} CPU")
+    for clients, found in results["sqlite"].items():
+        click.echo(f"sqlite, {clients:>2} at once  {found['wall']} wall, {found['cpu']} CPU")
+    redis_figures = results["redis"]
+    for name in ("bare", "reserve", "settle"):
+        click.echo(f"redis, {name:8}  {redis_figures[name]} a call")
+    click.echo(f"redis, times a bare EVALSHA: {redis_figures['times bare']}")
+    click.echo(f"leases over redis  {results['leases']}")
+    click.echo(f"Written to {write('quota', results, path)}")
+
+
+if __name__ == "__main__":
+    main()
