@@ -316,6 +316,8 @@ def test_writers_tell_programs_what_they_wrote(quota: Terminal) -> None:
         (("set", ALICE, "requests=1.5/month"), "no whole number"),
         (("set", ALICE, "requests=5/month", "--zone", "Mars/Olympus"), "no time zone"),
         (("set", ALICE, "requests=5/month", "--parent", "key/k"), "cannot be above"),
+        (("set", ALICE, "requests=5/month", "--reason", "x" * 501), "too long"),
+        (("block", ALICE, "x" * 501), "too long"),
         (("unset", ALICE), "name limits"),
         (("expire", ALICE, "soon"), "no time"),
         (("get", "-o", "xml"), "'xml' is not one of"),
