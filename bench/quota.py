@@ -23,7 +23,7 @@ from bench.report import spread, write
 from picker.config import Leases, Quota
 from picker.quota.admission import Admission, Ask, Quotas
 from picker.quota.model import Subject, parse_limit
-from picker.quota.plan import FREE, Granted
+from picker.quota.plan import Granted, Spent
 from picker.quota.policy import Policy
 from picker.quota.store import Change, Store
 from picker.quota.store_memory import MemoryStore
@@ -31,11 +31,13 @@ from picker.quota.store_redis import RedisStore
 from picker.quota.store_sqlite import SQLiteStore
 from picker.usage import Usage
 
-TENANTS = 1000
+TENANTS = 100  # all seen before anything is measured
 CLIENTS = (1, 16, 64)  # at once, of SQLite
 BATCH = 200  # requests between two looks at the clock
+TURN = 50  # calls of one kind over Redis, before those of another: the machine changes its pace
 TIMEOUT = 10.0  # seconds: a figure of a busy machine is a figure, an outage is none
 USAGE = Usage(prompt_tokens=900, cached_tokens=300, completion_tokens=120)
+SPENT = Spent((1, 900, 120, 1020, 0), 900, 300, 120)
 SUBJECTS = {
     "org/acme": ("", ("total-tokens=900G/month", "requests=900M/hour")),
     "tenant/*": ("org/acme", ("total-tokens=900M/minute", "requests=900k/second")),
@@ -117,49 +119,60 @@ async def sqlite(seconds: float, directory: Path) -> dict[str, Any]:
 
 
 async def redis(seconds: float, url: str) -> dict[str, Any]:
-    """Wall time of one call after another: a script that does nothing, and ours, in turns."""
+    """One call after another: a script that does nothing, and ours, in turns.
+
+    Wall time, and CPU of client and server together, which others on the machine change less.
+    """
     store = RedisStore(url, TIMEOUT)
     await prepared(store)
     policy = Policy()
     changes = await store.changes("")
     policy.replace(changes.version, {name: each for name, each in changes.records.items() if each})
+    walls: dict[str, list[float]] = {"bare": [], "reserve": [], "settle": []}
+    cpus: dict[str, list[float]] = {name: [] for name in walls}
     async with Redis.from_url(url, socket_timeout=None) as client:  # as the store's own
         nothing = await client.script_load("return 1")
-        times: dict[str, list[float]] = {"bare": [], "reserve": [], "settle": []}
+
+        async def bare(_: int) -> None:
+            await client.evalsha(nothing, 0)
+
+        async def reserve(number: int) -> None:
+            plan = policy.plan(f"tenant/{number % TENANTS}", "model", store.wall())
+            amounts = (1, 1000, 256, 1256, 1)
+            answer = await store.reserve(f"r{number}", plan, amounts, "model", 3600.0)
+            assert isinstance(answer, Granted)
+
+        async def settle(number: int) -> None:
+            assert await store.settle(f"r{number}", SPENT)
+
+        async def cpu() -> float:
+            used = await client.info("cpu")
+            return time.process_time() + used["used_cpu_user"] + used["used_cpu_sys"]
+
+        for number in range(-TENANTS, 0):
+            await reserve(number)
+            await settle(number)
         end = time.perf_counter() + seconds
-        turn = 0
+        first = 0
         while time.perf_counter() < end:
-            ids = [f"{turn}-{number}" for number in range(BATCH)]
-            turn += 1
-            marks = [time.perf_counter()]
-            for _ in ids:
-                await client.evalsha(nothing, 0)
-            marks.append(time.perf_counter())
-            for number, id in enumerate(ids):
-                plan = policy.plan(f"tenant/{number % TENANTS}", "model", store.wall())
-                amounts = (1, 1000, 256, 1256, 1)
-                answer = await store.reserve(id, plan, amounts, "model", 3600.0)
-                assert isinstance(answer, Granted)
-            marks.append(time.perf_counter())
-            for id in ids:
-                assert await store.settle(id, FREE)
-            marks.append(time.perf_counter())
-            for name, start, stop in zip(times, marks, marks[1:], strict=False):
-                times[name].append((stop - start) / BATCH * 1e6)
+            for call in (bare, reserve, settle):
+                cpu_started, started = await cpu(), time.perf_counter()
+                for number in range(first, first + TURN):
+                    await call(number)
+                walls[call.__name__].append((time.perf_counter() - started) / TURN * 1e6)
+                cpus[call.__name__].append((await cpu() - cpu_started) / TURN * 1e6)
+            first += TURN
     await store.close()
-    bare = times["bare"]
-    both = [sum(pair) / 2 for pair in zip(times["reserve"], times["settle"], strict=True)]
-    return {
-        **{name: spread(values, 1) for name, values in times.items()},
-        "times bare": {
-            name: round(statistics.median(a / b for a, b in zip(values, bare, strict=True)), 2)
-            for name, values in (
-                ("reserve", times["reserve"]),
-                ("settle", times["settle"]),
-                ("both", both),
-            )
-        },
-    }
+    return {"wall": compared(walls), "cpu": compared(cpus)}
+
+
+def compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Spreads, and how many times a bare call the others take: medians."""
+    bare = statistics.median(times["bare"])
+    spreads: dict[str, Any] = {name: spread(values, 1) for name, values in times.items()}
+    ours = {name: statistics.median(times[name]) for name in ("reserve", "settle")}
+    ours["both, for two"] = sum(ours.values()) / 2
+    return spreads | {"times bare": {name: round(each / bare, 2) for name, each in ours.items()}}
 
 
 async def leases(seconds: float, url: str) -> dict[str, Any]:
@@ -224,10 +237,10 @@ def main(seconds: float, path: Path | None) -> None:
     click.echo(f"memory           {results['memory']['cpu']} CPU")
     for clients, found in results["sqlite"].items():
         click.echo(f"sqlite, {clients:>2} at once  {found['wall']} wall, {found['cpu']} CPU")
-    redis_figures = results["redis"]
-    for name in ("bare", "reserve", "settle"):
-        click.echo(f"redis, {name:8}  {redis_figures[name]} a call")
-    click.echo(f"redis, times a bare EVALSHA: {redis_figures['times bare']}")
+    for clock, found in results["redis"].items():
+        for name in ("bare", "reserve", "settle"):
+            click.echo(f"redis, {name:8}  {found[name]} {clock}, a call")
+        click.echo(f"redis, {clock}, times a bare EVALSHA: {found['times bare']}")
     click.echo(f"leases over redis  {results['leases']}")
     click.echo(f"Written to {write('quota', results, path)}")
 

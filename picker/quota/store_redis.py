@@ -27,10 +27,21 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
-from picker.quota.bucket import Counter, Low
+from picker.quota.bucket import Counter
 from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent, Standing
+from picker.quota.plan import (
+    DAY,
+    NO_RATE,
+    Amounts,
+    Denied,
+    Granted,
+    Line,
+    Plan,
+    Spent,
+    Standing,
+    line_of,
+)
 from picker.quota.policy import Record
 from picker.quota.store import (
     KEPT_DAYS,
@@ -52,18 +63,24 @@ from picker.quota.store import (
 MAX_CONNECTIONS = 64
 FIRST_COUNTER = 3  # among a reservation's keys; before them are the version and itself
 SHARED = {  # what stands before a script
+    "reserve": ("common",),
+    "settle": ("common", "ends"),
+    "shrink": ("common", "ends"),
+    "expire": ("common", "ends"),
+    "counts": ("common", "ends"),
+    "correct": ("common", "ends", "records"),
     "write": ("common", "records"),
-    "correct": ("common", "records"),
     "changes": ("common", "records"),
 }
-MAX_ROUNDS = 3  # of asking again with other windows
+MAX_ROUNDS = 5  # of asking again, by another clock or when room was made
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
+ERRORS = (RedisError, OSError, TimeoutError)
 LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
-_COUNTER = msgspec.msgpack.Decoder(tuple[int, int, float, float, float, int, list[Low], float])
-_RESERVATION = msgspec.msgpack.Decoder(Reservation)
+_COUNTER = msgspec.msgpack.Decoder(list[float])
+_HELD = msgspec.msgpack.Decoder(tuple[str, str, float, float, bool, str, list[int], list[int]])
 _ENTRY = msgspec.json.Decoder(Entry)
 _SUBJECT = msgspec.json.Decoder(Subject)
 
@@ -86,6 +103,10 @@ class _Stale(msgspec.Struct, array_like=True, tag="stale"):
     """The plan's version is not the store's."""
 
 
+class _Due(msgspec.Struct, array_like=True, tag="due"):
+    """Some reservations have expired."""
+
+
 class _Clock(msgspec.Struct, array_like=True, tag="clock"):
     """A calendar window of the plan is not that of Redis' time."""
 
@@ -102,7 +123,7 @@ class _Written(msgspec.Struct, array_like=True, tag="written"):
     version: str
 
 
-_RESERVED = msgspec.msgpack.Decoder(_Granted | _Denied | _Stale | _Clock)
+_RESERVED = msgspec.msgpack.Decoder(_Granted | _Denied | _Stale | _Due | _Clock)
 _WRITTEN = msgspec.msgpack.Decoder(_Written | _Conflict)
 
 
@@ -113,6 +134,7 @@ class _Packed(msgspec.Struct):
     end: float
     keys: list[bytes]  # of counters and grants
     checks: bytes
+    lines: str
 
 
 class RedisStore:
@@ -151,17 +173,20 @@ class RedisStore:
         for _ in range(MAX_ROUNDS):
             packed = self._pack_plan(plan)
             keys = (self._key(f"r:{id}"), *packed.keys)
-            raw = await self._run("reserve", keys, plan.version, head, packed.checks)
+            raw = await self._run("reserve", keys, plan.version, head, packed.checks, packed.lines)
             answer = _RESERVED.decode(raw)
             if isinstance(answer, _Stale):
                 return Stale()
+            if isinstance(answer, _Due):
+                await self._run("expire", [])
+                continue
             self._offset = answer.now - time.time()
             if isinstance(answer, _Granted):
                 return Granted(answer.standings, answer.shadowed)
             if isinstance(answer, _Denied):
                 wait = None if answer.wait < 0 else answer.wait
                 return Denied(answer.check, wait, answer.amount, answer.standings)
-        raise StoreDown(f"the clock of {self._shown} runs away from ours")
+        raise StoreDown(f"{self._shown}: its clock runs away, or too many reservations expire")
 
     async def settle(self, id: str, spent: Spent) -> bool | None:
         answer = await self._run("settle", [], _pack((id, *spent)))
@@ -170,8 +195,7 @@ class RedisStore:
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
-        held = [msgspec.structs.replace(line, amount=0, seq=0) for line in lines]
-        elsewhere = _pack((subject, model, held))
+        elsewhere = _pack((subject, model, _flat_lines(lines)))
         answer = await self._run("settle", [], _pack((id, *spent)), elsewhere)
         return bool(answer == b"settled")
 
@@ -211,7 +235,7 @@ class RedisStore:
         return [count(_counter(raw), float(now)) for raw in found]
 
     async def reservations(self, subject: str = "") -> list[Reservation]:
-        await self._run("counts", [self._counter_key("")])  # what is over, expires now
+        await self._run("expire", [])
         return [
             held
             for held in await self._all_reservations()
@@ -272,12 +296,13 @@ class RedisStore:
         async with self._pipeline() as pipeline:
             for key, counter in dump.counters.items():
                 held = max(counter.until, now + KEPT_DAYS * DAY if counter.open else 0.0)
-                milliseconds = int(max(held - now, 0) * 1000) + 60_000
-                pipeline.set(self._counter_key(key), _pack(_row(counter)), px=milliseconds)
+                lasts = max(held, now) + 60
+                raw = _pack(_row(counter, lasts))
+                pipeline.set(self._counter_key(key), raw, px=int((lasts - now) * 1000))
             for reservation in dump.reservations:
                 held_key = self._key(f"r:{reservation.id}")
-                lasts = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
-                pipeline.set(held_key, _pack(reservation), px=lasts)
+                lives = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
+                pipeline.set(held_key, _pack(_held(reservation)), px=lives)
                 pipeline.zadd(self._key("due"), {reservation.id: reservation.expires})
                 pipeline.expire(self._key("due"), KEPT_DAYS * DAY)
             for (day, subject, model), use in dump.uses.items():
@@ -337,19 +362,22 @@ class RedisStore:
         def number(key: str) -> int:
             return keys.setdefault(self._counter_key(key), len(keys) + FIRST_COUNTER)
 
-        checks = []
+        checks: list[Any] = []
+        lines: list[Line] = []
         for check in plan.checks:
-            key, span = check.key, (0, 0)
+            line = line_of(check, now)
+            lines.append(line)
+            span = (0, 0)
             if check.calendar is not None:
                 span = check.calendar.span(now)
-                key = f"{key}\t{span[0]}"
                 start, end = max(start, span[0]), min(end, span[1])
-            grants = [
-                (draw.key, number(draw.key), draw.amount, draw.expires) for draw in check.grants
-            ]
-            limit = (check.what, check.capacity, check.rate, *span, grants, check.shadow)
-            checks.append((key, number(key), *limit))
-        return _Packed(start, end, list(keys), _pack(checks))
+            checks += (number(line.key), check.what, check.capacity, check.rate, *span)
+            checks += (check.shadow, len(check.grants))
+            for draw in check.grants:
+                checks += (number(draw.key), draw.amount, draw.expires)
+                until = draw.expires + DAY
+                lines.append(Line(draw.key, 0, check.what, 0, True, NO_RATE, until))
+        return _Packed(start, end, list(keys), _pack(checks), _flat_lines(lines))
 
     async def _run(self, name: str, keys: Sequence[bytes], *values: bytes | str) -> Any:
         """Run a script, which the server may have to be told first.
@@ -363,11 +391,14 @@ class RedisStore:
             await self._run("changes", [], "")
         source, sha = self._script(name)
         names = (self._version_key, *keys)
-        async with self._answers():
-            try:
-                return await self._client.evalsha(sha, len(names), *names, *values)
-            except NoScriptError:
-                return await self._client.eval(source, len(names), *names, *values)
+        try:
+            async with asyncio.timeout(self._timeout), self._room:
+                try:
+                    return await self._client.evalsha(sha, len(names), *names, *values)
+                except NoScriptError:
+                    return await self._client.eval(source, len(names), *names, *values)
+        except ERRORS as problem:
+            raise await self._down(problem) from None
 
     def _script(self, name: str) -> tuple[str, str]:
         """A script and its SHA-1."""
@@ -378,10 +409,13 @@ class RedisStore:
         try:
             async with asyncio.timeout(self._timeout), self._room:
                 yield
-        except (RedisError, OSError, TimeoutError) as problem:
-            if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
-                await self._client.aclose()
-            raise StoreDown(f"{self._shown}: {problem or type(problem).__name__}") from None
+        except ERRORS as problem:
+            raise await self._down(problem) from None
+
+    async def _down(self, problem: Exception) -> StoreDown:
+        if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
+            await self._client.aclose()
+        return StoreDown(f"{self._shown}: {problem or type(problem).__name__}")
 
     @asynccontextmanager
     async def _pipeline(self) -> AsyncIterator[Any]:
@@ -393,7 +427,8 @@ class RedisStore:
             ids = await self._client.zrange(self._key("due"), 0, -1)
             keys = [self._key(f"r:{id.decode()}") for id in ids]
             found = await self._client.mget(keys) if keys else []
-        return [_RESERVATION.decode(raw) for raw in found if raw]
+        pairs = zip(ids, found, strict=True)
+        return [_reservation(id.decode(), raw) for id, raw in pairs if raw]
 
     async def _all_counters(self) -> dict[str, Counter]:
         pattern = _escaped(self._counter_key("")) + b"*"
@@ -433,26 +468,55 @@ def _client(url: str) -> Any:
 def _script(name: str) -> tuple[str, str]:
     """A script with what all share before it, and its SHA-1."""
     directory = files("picker.quota") / "lua"
-    parts = (*SHARED.get(name, ("common",)), name)
+    parts = (*SHARED[name], name)
     source = "\n".join((directory / f"{each}.lua").read_text() for each in parts)
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def _counter(raw: bytes | None) -> Counter | None:
-    return None if raw is None else Counter(*_COUNTER.decode(raw))
+    if raw is None:
+        return None
+    value, settled, rate, level, at, seq, until, _, *flat = _COUNTER.decode(raw)
+    lows = [(int(number), low) for number, low in zip(flat[::2], flat[1::2], strict=True)]
+    return Counter(int(value), int(settled), rate, level, at, int(seq), lows, until)
 
 
-def _row(counter: Counter) -> tuple[Any, ...]:
-    return (
-        counter.value,
-        counter.settled,
-        counter.rate,
-        counter.level,
-        counter.at,
-        counter.seq,
-        counter.lows,
-        counter.until,
-    )
+def _row(counter: Counter, lasts: float) -> list[float]:
+    numbers = [counter.value, counter.settled, counter.rate, counter.level, counter.at]
+    lows = [number for low in counter.lows for number in low]
+    return [*numbers, counter.seq, counter.until, lasts, *lows]
+
+
+def _flat_lines(lines: Sequence[Line]) -> str:
+    flat: list[Any] = []
+    for line in lines:
+        flat += (line.key, line.what, line.draws, line.rate, line.until)
+    return msgspec.json.encode(flat).decode()
+
+
+def _reservation(id: str, raw: bytes) -> Reservation:
+    subject, model, ttl, expires, expired, text, amounts, seqs = _HELD.decode(raw)
+    flat = msgspec.json.decode(text)
+    lines = []
+    for index, (amount, seq) in enumerate(zip(amounts, seqs, strict=True)):
+        key, what, draws, rate, until = flat[5 * index : 5 * index + 5]
+        lines.append(Line(key, amount, what, seq, draws, rate, until))
+    return Reservation(id, subject, model, tuple(lines), ttl, expires, expired)
+
+
+def _held(held: Reservation) -> list[Any]:
+    amounts, seqs = [line.amount for line in held.lines], [line.seq for line in held.lines]
+    lines = _flat_lines(held.lines)
+    return [
+        held.subject,
+        held.model,
+        held.ttl,
+        held.expires,
+        held.expired,
+        lines,
+        amounts,
+        seqs,
+    ]
 
 
 def _record(raw: bytes) -> Record | None:

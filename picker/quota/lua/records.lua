@@ -4,7 +4,7 @@ local MAX_AUDIT = 100000
 
 -- Records outlive all that is in use: who comes back within a year finds them.
 local function keep_policy()
-  for _, name in ipairs({'version', 'versions', 'subjects', 'changes', 'audit'}) do
+  for _, name in ipairs({'version', 'versions', 'subjects', 'changes', 'audit', 'due'}) do
     redis.call('EXPIRE', P .. ':' .. name, KEPT_DAYS * DAY)
   end
 end
