@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.config import Quota
@@ -55,6 +55,7 @@ async def test_ancestors_and_blocks_hold() -> None:
     assert list(found["tenant/c"].refused) == ["org/acme requests/day"]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.permutations(range(8)))
 def test_the_order_of_the_lines_does_not_matter(order: list[int]) -> None:
     log = [request(10 * number) for number in order]

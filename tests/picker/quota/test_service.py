@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from picker.quota import admin_pb2 as pb
@@ -101,6 +101,7 @@ MESSAGES: list[tuple[type[Any], st.SearchStrategy[Any]]] = [
 def test_what_crosses_the_wire_arrives_as_it_was(
     message: Callable[[], Any], values: st.SearchStrategy[Any]
 ) -> None:
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(values)
     def crosses(value: Any) -> None:
         sent = put(message(), value).SerializeToString()
