@@ -17,11 +17,11 @@ from google.protobuf.message import Message
 from picker.quota import admin_pb2 as pb
 from picker.quota.administration import Administration
 from picker.quota.editor import Why, Written
+from picker.quota.messages import put, take
 from picker.quota.model import Grant, Limit, NotFound, QuotaError, Subject
 from picker.quota.store import Conflict, StoreDown
 from picker.quota.tokens import Tokens
 from picker.quota.unhurried import unhurried
-from picker.quota.wire import put, take
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from picker.quota import admin_pb2 as pb
 from picker.quota import client
 from picker.quota.editor import Corrected, Diff, Pair, Why, Written
 from picker.quota.ledger import Denial, Reservation, Use
+from picker.quota.messages import put, take
 from picker.quota.model import Grant, Key, Limit, Subject
 from picker.quota.plan import Barred, Line
 from picker.quota.policy import Record
@@ -24,7 +25,6 @@ from picker.quota.service import CALLS
 from picker.quota.store import Count, Entry, Fault
 from picker.quota.tokens import Tokens
 from picker.quota.views import Verdict, View
-from picker.quota.wire import put, take
 
 ROOT = Path(__file__).parents[3]
 
