@@ -21,6 +21,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
+import hiredis
 import msgspec
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
@@ -59,6 +60,7 @@ from picker.quota.store import (
     count,
     faults,
 )
+from picker.quota.wire import Wire
 
 MAX_CONNECTIONS = 64
 FIRST_COUNTER = 3  # among a reservation's keys; before them are the version and itself
@@ -74,7 +76,7 @@ SHARED = {  # what stands before a script
 }
 MAX_ROUNDS = 5  # of asking again, by another clock or when room was made
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
-ERRORS = (RedisError, OSError, TimeoutError)
+ERRORS = (RedisError, hiredis.HiredisError, OSError, TimeoutError)
 LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode
@@ -154,6 +156,7 @@ class RedisStore:
         name = parse_qs(parts.query).get("name", ["default"])[0]
         self._prefix = f"{{warmpath:{name}}}"
         self._client = _client(url)
+        self._wire = Wire(url, timeout) if parts.scheme == "redis" else None
         self._timeout = timeout
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
         self._shown = f"redis at {parts.hostname}:{parts.port or 6379}"  # without a password
@@ -337,6 +340,8 @@ class RedisStore:
         }
 
     async def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
         await self._client.aclose()
 
     def _key(self, name: str) -> bytes:
@@ -392,6 +397,14 @@ class RedisStore:
         source, sha = self._script(name)
         names = (self._version_key, *keys)
         try:
+            if self._wire is not None:
+                call = self._wire.call
+                try:
+                    return await call(b"EVALSHA", sha, len(names), *names, *values)
+                except hiredis.ReplyError as refused:
+                    if not str(refused).startswith("NOSCRIPT"):
+                        raise
+                    return await call(b"EVAL", source, len(names), *names, *values)
             async with asyncio.timeout(self._timeout), self._room:
                 try:
                     return await self._client.evalsha(sha, len(names), *names, *values)
@@ -413,7 +426,9 @@ class RedisStore:
             raise await self._down(problem) from None
 
     async def _down(self, problem: Exception) -> StoreDown:
-        if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
+        if isinstance(problem, ReadOnlyError) or str(problem).startswith("READONLY"):
+            if self._wire is not None:  # it is a replica now: look for the other
+                self._wire.close()
             await self._client.aclose()
         return StoreDown(f"{self._shown}: {problem or type(problem).__name__}")
 
