@@ -55,6 +55,7 @@ class Listen(Section, frozen=True):
     health: Port = 9003  # gRPC health
     http: Port = 9004  # ext_authz, the lean profile
     admin: Port = 9090  # metrics and debug pages
+    quota: Port = 9005  # gRPC, to administer quotas
 
 
 class EventSource(Section, frozen=True):
@@ -188,6 +189,14 @@ class Leases(Section, frozen=True):
     share: HalfShare = 0.05  # of each limit, for one picker
 
 
+class QuotaAdmin(Section, frozen=True):
+    """The gRPC service that `warmpath quota --server` asks, on listen.quota."""
+
+    tokens: str = ""  # a file of lines `NAME TOKEN`; empty: there is no service
+    certificate: str = ""  # PEM files, for TLS; empty: without
+    key: str = ""
+
+
 class Quota(Section, frozen=True):
     """Who may use how much. Limits themselves are in the store: `warmpath quota set`."""
 
@@ -201,6 +210,7 @@ class Quota(Section, frozen=True):
     cached_cost: Part = 1.0  # what a prompt token from the cache counts
     expected_output: Tokens = 512  # tokens to reserve where neither request nor history tells
     leases: Leases = Leases()
+    admin: QuotaAdmin = QuotaAdmin()
 
 
 class Envoy(Section, frozen=True):

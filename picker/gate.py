@@ -8,6 +8,7 @@ Whoever enters leaves, exactly once, whatever ends the request.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from picker.identity import Caller, Identities, Owner
 from picker.load import Load
 from picker.pool import Endpoint, Pool
 from picker.quota.admission import Admission, Ask, Quotas, Refused
-from picker.quota.stores import open_store
+from picker.quota.store import Store
 from picker.request import LLMRequest
 from picker.running_output import RunningOutput
 from picker.saturation import Saturation
@@ -80,7 +81,7 @@ class Gate:
     """
 
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
-        self._config = config
+        self._settings = config.quota
         self.quotas: Quotas | None = None  # once it has started
         self.identities = Identities(config.identity, self._owner)
         self.flow: Flow | None = None
@@ -93,15 +94,14 @@ class Gate:
             load.on_report = self._told
         self._settling: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """Open the store of quotas.
+    async def start(self, store: Callable[[], Store]) -> None:
+        """Read the limits. `store` of them is opened where they are to hold.
 
         Raises:
-            ValueError: that cannot be.
+            ValueError: it cannot be.
         """
-        settings = self._config.quota
-        if settings.enabled:
-            self.quotas = Quotas(open_store(settings.store, settings.timeout), settings)
+        if self._settings.enabled:
+            self.quotas = Quotas(store(), self._settings)
             await self.quotas.start()
 
     async def stop(self) -> None:

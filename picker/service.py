@@ -24,6 +24,9 @@ from picker.metrics import PickerMetrics
 from picker.pool import Pool
 from picker.prefix.approximate import ApproximatePrefix
 from picker.prefix.match import PrefixProducer
+from picker.quota.admin_server import QuotaAdminServer
+from picker.quota.store import Store
+from picker.quota.stores import open_store
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -45,6 +48,7 @@ class Ports:
     http: int
     health: int
     admin: int
+    quota: int | None  # where there is a service to administer quotas
 
 
 class Service:
@@ -85,6 +89,7 @@ class Service:
         self._pool.update(config.pool.endpoints)
         self._not_ready: str | None = "starting"
         self._servers: _Servers | None = None
+        self._store: Store | None = None  # of quotas
 
     @property
     def not_ready(self) -> str | None:
@@ -107,6 +112,7 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
+            ValueError: a file that the configuration names cannot be used.
         """
         listen = self.config.listen
         self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
@@ -115,9 +121,10 @@ class Service:
             http=await _listen(servers.lean, listen.host, listen.http, "http"),
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
+            quota=await self._start_quota_admin(servers),
         )
         if self._gate is not None:
-            await self._gate.start()
+            await self._gate.start(self._quota_store)
         await self._prefix.start()
         await self._scraper.start()
         return ports
@@ -153,6 +160,8 @@ class Service:
             await self._servers.stop()
         if self._gate is not None:
             await self._gate.stop()
+        if self._store is not None:
+            await self._store.close()
 
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.
@@ -177,6 +186,20 @@ class Service:
             log.warning(
                 "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
             )
+
+    async def _start_quota_admin(self, servers: _Servers) -> int | None:
+        """Let the configured administer quotas. Returns the port."""
+        quota, listen = self.config.quota, self.config.listen
+        if not quota.admin.tokens:
+            return None
+        servers.quota = QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
+        return await _listen(servers.quota, listen.host, listen.quota, "quota")
+
+    def _quota_store(self) -> Store:
+        """The one store: requests and administrators meet there."""
+        if self._store is None:
+            self._store = open_store(self.config.quota.store, float(self.config.quota.timeout))
+        return self._store
 
     def _views(self) -> Views:
         return Views(
@@ -217,12 +240,15 @@ class _Servers:
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
         self.admin = AdminServer(views, config.listen.host, config.listen.admin)
+        self.quota: QuotaAdminServer | None = None
 
     async def stop(self) -> None:
         """In the order in which nobody is asked who is gone; the admin pages last."""
         await self.lean.stop()
         await self.ext_proc.stop()
         await self.health_server.stop()
+        if self.quota is not None:
+            await self.quota.stop()
         await self.admin.stop()
 
 

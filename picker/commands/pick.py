@@ -129,3 +129,5 @@ def _serve(config: Config, path: Path | None, read: Callable[[], Config]) -> Non
         uvloop.run(run(config, path, read))
     except OSError as problem:
         raise click.ClickException(problem.strerror or str(problem)) from problem
+    except ValueError as problem:
+        raise BadConfig(str(problem)) from problem

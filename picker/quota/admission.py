@@ -64,6 +64,7 @@ class Admission:
     _amounts: Amounts
     _plan: Plan
     _granted: Granted
+    _at: float  # the store's time
     _settled: bool = False
 
     @property
@@ -186,7 +187,7 @@ class Quotas:
         """
         spent = self._spent(usage)
         if isinstance(admission, str):
-            await self._link.settle(Owed(admission, "", "", (), spent, reserved=True))
+            await self._link.settle(Owed(admission, spent))
             return
         if admission._settled:
             return
@@ -198,8 +199,10 @@ class Quotas:
             return
         if admission.degraded:
             await self._shares.settle(admission.id, spent)
-        lines, reserved = admission._granted.lines, not admission.degraded
-        await self._link.settle(Owed(admission.id, ask.subject, ask.model, lines, spent, reserved))
+        reserved = not admission.degraded
+        plan, at = admission._plan, admission._at
+        owed = Owed(admission.id, spent, reserved, ask.subject, ask.model, plan, at)
+        await self._link.settle(owed)
 
     async def find_key(self, digest: str) -> str | None:
         """Whose API key has a digest; keys that are new are looked for in the store."""
@@ -265,7 +268,7 @@ class Quotas:
         self.numbers.granted += 1
         if granted.shadowed:
             self.numbers.shadowed += 1
-        return Admission(id, ask, degraded, amounts, plan, granted)
+        return Admission(id, ask, degraded, amounts, plan, granted, self._store.wall())
 
     def _deny(self, plan: Plan, denied: Denied) -> Refused:
         check = plan.checks[denied.check]
@@ -283,8 +286,9 @@ class Quotas:
 
     async def _finish(self, lease: Lease) -> None:
         """Settle a lease that is over."""
-        lines, subject = lease.granted.lines, lease.plan.subject
-        await self._link.settle(Owed(lease.id, subject, lease.model, lines, lease.spent, True))
+        plan = lease.plan
+        owed = Owed(lease.id, lease.spent, True, plan.subject, lease.model, plan, lease.at)
+        await self._link.settle(owed)
 
 
 def _bar(policy: Policy, plan: Plan, ask: Ask) -> Barred | None:

@@ -12,14 +12,18 @@ from google.protobuf.message import Message
 from picker.quota import admin_pb2 as pb
 from picker.quota.editor import Corrected, Diff, Why, Written
 from picker.quota.ledger import Denial, Reservation, Use, UseKey
+from picker.quota.messages import put, take
 from picker.quota.model import Grant, Limit, NotFound, OnFailure, QuotaError, Subject
 from picker.quota.policy import Policy, Record
-from picker.quota.service import BEARER, CONFLICT, OPTIONS, SERVICE
+from picker.quota.service import BEARER, CONFLICT, MAX_ASKED, MAX_TOLD, SERVICE
 from picker.quota.store import Conflict, Entry, Fault, StoreDown
 from picker.quota.views import Verdict, View
-from picker.quota.wire import put, take
 
-SECONDS = 10.0  # that a server may take for an answer
+SECONDS = 30.0  # that a server may take for an answer: picks go first there
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_TOLD),
+    ("grpc.max_send_message_length", MAX_ASKED),
+]
 
 M = TypeVar("M", bound=Message)
 

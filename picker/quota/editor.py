@@ -24,11 +24,13 @@ from picker.quota.model import (
     Subject,
     check,
     check_limit,
+    check_text,
     split,
 )
 from picker.quota.plan import FREE, line_of
 from picker.quota.policy import Policy
 from picker.quota.store import Change, Conflict, Correction, Count, Entry, Store
+from picker.quota.unhurried import unhurried
 from picker.quota.windows import load_zone
 
 REVOKED = "revoked"  # why a revoked key is blocked
@@ -234,13 +236,14 @@ class Editor:
         self, subjects: Mapping[str, Subject], *, prune: bool = False, why: Why
     ) -> Diff:
         """Make records what a document says, in one step; with `prune` there are no others."""
-        for name, subject in subjects.items():
+        async for name, subject in unhurried(subjects.items()):
             check(name, subject)
         for _ in range(MAX_TRIES):
             records = (await self.read()).records
             diff = Diff()
             changes, entries = [], []
-            for name in sorted(subjects.keys() | (records.keys() if prune else set())):
+            names = sorted(subjects.keys() | (records.keys() if prune else set()))
+            async for name in unhurried(names):
                 record = records.get(name)
                 before = record.subject if record else None
                 after = subjects.get(name)
@@ -321,6 +324,8 @@ class Editor:
         return [Corrected(name, each.limit, old, new) for each, old, new in pairs]
 
     def _entry(self, action: str, name: str, before: object, after: object, why: Why) -> Entry:
+        check_text(why.reason)
+        check_text(why.request_id)
         now = self.store.wall()
         was, becomes = _text(before), _text(after)
         return Entry(now, self._actor, action, name, was, becomes, why.reason, why.request_id)

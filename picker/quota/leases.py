@@ -59,6 +59,7 @@ class Lease:
     plan: Plan
     model: str
     granted: Granted  # for the whole of it
+    at: float  # when it was taken, by the store's time
     until: float  # steady seconds
     size: Amounts
     left: list[int]
@@ -122,7 +123,7 @@ class Leases:
             left[what] -= amounts[what]
         lease.open[id] = amounts
         self._by_request[id] = lease
-        return Granted((), _standings(lease))
+        return Granted(_standings(lease))
 
     async def make(self, plan: Plan, amounts: Amounts, model: str) -> None:
         """Take a lease where it is worth it: called for each request that found none.
@@ -146,14 +147,14 @@ class Leases:
             return
         heat.asking = True
         try:
-            id = next(self._ids)
+            id, at = next(self._ids), self._store.wall()
             lives = LIVES * self._period
             answer = await self._store.reserve(id, plan, size, model, lives)
         finally:
             heat.asking = False
         if isinstance(answer, Granted):
             until = now + self._period  # from before it was asked for
-            lease = Lease(id, plan, model, answer, until, size, list(size))
+            lease = Lease(id, plan, model, answer, at, until, size, list(size))
             self._leases[key] = lease
             asyncio.get_running_loop().call_later(self._period, self._end, lease)
 

@@ -199,11 +199,10 @@ class Ledger:
             self.changed(key)
             if draws:
                 lines += [self._hold(draw, amount, check.what) for draw, amount in draws]
-        held = tuple(lines)
-        self.keep(Reservation(id, plan.subject, model, held, ttl, now + ttl))
+        self.keep(Reservation(id, plan.subject, model, tuple(lines), ttl, now + ttl))
         for index in shadowed:
             self._note(plan, index, asked[index][3], None, model, wall, shadow=True)
-        return Granted(held, tuple(standings), shadowed)
+        return Granted(tuple(standings), shadowed)
 
     def settle(self, id: str, spent: Spent, now: float, wall: float) -> bool:
         """Replace what a request reserved by what it used. False when that was done before."""

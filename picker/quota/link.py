@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from picker.quota.breaker import Breaker
 from picker.quota.outage import Debts, Owed
-from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan
+from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, line_of
 from picker.quota.policy import Policy
 from picker.quota.store import Change, Changes, Conflict, Entry, Stale, Store, StoreDown
 
@@ -73,7 +73,7 @@ class Link:
         except (StoreDown, asyncio.CancelledError) as problem:
             if isinstance(problem, StoreDown):
                 self._failed(problem)
-            self.owe(Owed(id, "", "", (), FREE, reserved=True))
+            self.owe(Owed(id, FREE))
             raise
         self._breaker.succeeded()
         return answer
@@ -118,8 +118,9 @@ class Link:
     async def _pay_one(self, owed: Owed) -> None:
         if owed.reserved and await self.store.settle(owed.id, owed.spent) is not None:
             return
-        if owed.lines and owed.spent != FREE:
-            await self.store.charge(owed.id, owed.subject, owed.model, owed.lines, owed.spent)
+        if owed.plan is not None and owed.spent != FREE:
+            lines = [line_of(check, owed.at) for check in owed.plan.checks]
+            await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
 
     async def _pay(self) -> bool:
         """Settle what the store is owed; False when it does not answer."""

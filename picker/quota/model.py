@@ -131,6 +131,9 @@ def check(name: str, subject: Subject) -> None:
             raise QuotaError(f"{name} has no limit {grant.limit!r} to grant more of")
         _check_amount(grant.amount)
         _check_time(grant.expires)
+        check_text(grant.id)
+        check_text(grant.reason)
+    check_text(subject.blocked or "")
     for time in (subject.expires, subject.key.created if subject.key else None):
         if time is not None:
             _check_time(time)
@@ -233,6 +236,12 @@ def shown_quantity(amount: int) -> str:
             fraction = f".{part:03}".rstrip("0").rstrip(".")
             return f"{'-' if amount < 0 else ''}{whole}{fraction}{suffix}"
     return str(amount)
+
+
+def check_text(text: str) -> None:
+    """Raises QuotaError for a reason, or an id, that is too long to keep."""
+    if len(text) > MAX_TEXT:
+        raise QuotaError(f"{text[:20]!r}... is too long: at most {MAX_TEXT} characters")
 
 
 def _check_amount(amount: int) -> None:

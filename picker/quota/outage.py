@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
-from picker.quota.plan import Amounts, Check, Denied, Granted, Line, Plan, Spent, line_of
+from picker.quota.plan import Amounts, Check, Denied, Granted, Plan, Spent
 from picker.quota.store import Stale
 from picker.quota.store_memory import MemoryStore
 
@@ -19,11 +19,12 @@ class Owed(msgspec.Struct, frozen=True):
     """A settlement that the store has not confirmed. To send it twice does no harm."""
 
     id: str
-    subject: str
-    model: str
-    lines: Sequence[Line]  # to charge where there is no reservation
     spent: Spent
-    reserved: bool  # whether the store may have a reservation of this id
+    reserved: bool = True  # whether the store may have a reservation of this id
+    subject: str = ""
+    model: str = ""
+    plan: Plan | None = None  # of what to charge where there is no reservation
+    at: float = 0.0  # when it was admitted, by the store's time
 
 
 class Shares:
@@ -42,23 +43,17 @@ class Shares:
     ) -> None:
         self._replicas = replicas
         self._store = MemoryStore(wall, steady)
-        self._wall = wall
         self._plans: dict[Plan, Plan] = {}  # of one version
 
     async def reserve(
         self, id: str, plan: Plan, amounts: Amounts, model: str, ttl: float
     ) -> Granted | Denied | None:
-        """As a store does; None when a limit that must hold cannot be checked.
-
-        What is granted has the lines of all limits of the plan.
-        """
+        """As a store does; None when a limit that must hold cannot be checked."""
         if any(check.on_failure == "closed" and not check.shadow for check in plan.checks):
             return None
         answer = await self._store.reserve(id, self._shared(plan), amounts, model, ttl)
         assert not isinstance(answer, Stale)
-        if isinstance(answer, Denied):
-            return answer
-        return Granted(lines_of(plan, self._wall()), answer.standings, answer.shadowed)
+        return answer
 
     async def settle(self, id: str, spent: Spent) -> None:
         await self._store.settle(id, spent)
@@ -107,8 +102,3 @@ class Debts:
         """It was the first, unless that was given up meanwhile."""
         if self._owed and self._owed[0] is owed:
             self._owed.popleft()
-
-
-def lines_of(plan: Plan, wall: float) -> tuple[Line, ...]:
-    """The lines of a plan's limits, holding nothing."""
-    return tuple(line_of(check, wall) for check in plan.checks)

@@ -95,7 +95,6 @@ Standing = tuple[float, float]
 class Granted(msgspec.Struct, frozen=True, array_like=True):
     """A request may pass, and its reservation is made."""
 
-    lines: tuple[Line, ...]
     standings: tuple[Standing, ...]  # for each check, with this request
     shadowed: tuple[int, ...] = ()  # checks in shadow that would have refused it
 

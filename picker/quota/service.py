@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import grpc
@@ -16,20 +17,22 @@ from google.protobuf.message import Message
 from picker.quota import admin_pb2 as pb
 from picker.quota.administration import Administration
 from picker.quota.editor import Why, Written
+from picker.quota.messages import put, take
 from picker.quota.model import Grant, Limit, NotFound, QuotaError, Subject
 from picker.quota.store import Conflict, StoreDown
 from picker.quota.tokens import Tokens
-from picker.quota.wire import put, take
+from picker.quota.unhurried import unhurried
 
 log = logging.getLogger(__name__)
 
 SERVICE = "warmpath.quota.v1.QuotaAdmin"
 CONFLICT = "warmpath-conflict-bin"  # trailing metadata: a message Conflict
 BEARER = "Bearer "
-MAX_MESSAGE = 64 << 20  # bytes: all subjects of a large store
+MAX_ASKED = 16 << 20  # bytes of an import: some 100,000 subjects
+MAX_TOLD = 256 << 20  # bytes of an answer: how those stand
 OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
-    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_ASKED),
+    ("grpc.max_send_message_length", MAX_TOLD),
 ]
 CODES = (
     (NotFound, grpc.StatusCode.NOT_FOUND),
@@ -46,12 +49,12 @@ class AdminService:
     """Answers for a store.
 
     Args:
-        desk: gives an actor's; several may be in use at a time.
+        desk: makes an actor's.
         tokens: who may ask.
     """
 
     def __init__(self, desk: Callable[[str], Administration], tokens: Tokens) -> None:
-        self._desk = desk
+        self._desk = cache(desk)  # an actor's remembers what it has read
         self._tokens = tokens
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -97,7 +100,11 @@ class AdminService:
 
 
 async def _read(admin: Administration, _: pb.ReadRequest) -> pb.Policy:
-    return put(pb.Policy(), await admin.read())
+    policy = await admin.read()
+    told = pb.Policy(version=policy.version, zone=policy.zone, on_failure=policy.on_failure)
+    async for name, record in unhurried(list(policy.records.items())):
+        put(told.records[name], record)
+    return told
 
 
 async def _set(admin: Administration, asked: pb.SetRequest) -> pb.Written:
@@ -147,16 +154,18 @@ async def _revoke_key(admin: Administration, asked: pb.RevokeKeyRequest) -> pb.W
 
 
 async def _apply(admin: Administration, asked: pb.ApplyRequest) -> pb.Diff:
-    subjects = {name: take(subject, Subject) for name, subject in asked.subjects.items()}
+    subjects = {
+        name: take(subject, Subject) async for name, subject in unhurried(asked.subjects.items())
+    }
     return put(pb.Diff(), await admin.apply(subjects, prune=asked.prune, why=_why(asked)))
 
 
 async def _views(admin: Administration, asked: pb.ViewsRequest) -> pb.ViewList:
-    return _list(pb.ViewList(), await admin.views(asked.subject, asked.model))
+    return await _list(pb.ViewList(), await admin.views(asked.subject, asked.model))
 
 
 async def _own_views(admin: Administration, asked: pb.OwnViewsRequest) -> pb.ViewList:
-    return _list(pb.ViewList(), await admin.own_views(list(asked.subjects)))
+    return await _list(pb.ViewList(), await admin.own_views(list(asked.subjects)))
 
 
 async def _verdict(admin: Administration, asked: pb.VerdictRequest) -> pb.VerdictReply:
@@ -171,7 +180,8 @@ async def _verdict(admin: Administration, asked: pb.VerdictRequest) -> pb.Verdic
 
 async def _uses(admin: Administration, asked: pb.UsesRequest) -> pb.UseList:
     found = pb.UseList()
-    for (day, subject, model), use in (await admin.uses(asked.since, asked.subject)).items():
+    uses = await admin.uses(asked.since, asked.subject)
+    async for (day, subject, model), use in unhurried(uses.items()):
         put(found.rows.add(day=day, subject=subject, model=model).use, use)
     return found
 
@@ -180,17 +190,17 @@ async def _adjust(admin: Administration, asked: pb.AdjustRequest) -> pb.Correcte
     corrected = await admin.adjust(
         asked.name, asked.limit, asked.amount, model=asked.model, why=_why(asked)
     )
-    return _list(pb.CorrectedList(), corrected)
+    return await _list(pb.CorrectedList(), corrected)
 
 
 async def _reset(admin: Administration, asked: pb.ResetRequest) -> pb.CorrectedList:
     limit = _given(asked, "limit")
     corrected = await admin.reset(asked.name, limit, model=asked.model, why=_why(asked))
-    return _list(pb.CorrectedList(), corrected)
+    return await _list(pb.CorrectedList(), corrected)
 
 
 async def _reservations(admin: Administration, asked: pb.ReservationsRequest) -> pb.ReservationList:
-    return _list(pb.ReservationList(), await admin.reservations(asked.subject))
+    return await _list(pb.ReservationList(), await admin.reservations(asked.subject))
 
 
 async def _release(admin: Administration, asked: pb.ReleaseRequest) -> pb.Released:
@@ -198,15 +208,15 @@ async def _release(admin: Administration, asked: pb.ReleaseRequest) -> pb.Releas
 
 
 async def _denials(admin: Administration, _: pb.DenialsRequest) -> pb.DenialList:
-    return _list(pb.DenialList(), await admin.denials())
+    return await _list(pb.DenialList(), await admin.denials())
 
 
 async def _audit(admin: Administration, asked: pb.AuditRequest) -> pb.EntryList:
-    return _list(pb.EntryList(), await admin.audit(asked.subject, asked.limit))
+    return await _list(pb.EntryList(), await admin.audit(asked.subject, asked.limit))
 
 
 async def _verify(admin: Administration, _: pb.VerifyRequest) -> pb.FaultList:
-    return _list(pb.FaultList(), await admin.verify())
+    return await _list(pb.FaultList(), await admin.verify())
 
 
 async def _status(admin: Administration, _: pb.StatusRequest) -> pb.StoreStatus:
@@ -254,10 +264,10 @@ def _written(written: Written) -> pb.Written:
     return put(pb.Written(), written)
 
 
-def _list(message: L, items: Iterable[object]) -> L:
+async def _list(message: L, items: Iterable[object]) -> L:
     """Fill the one repeated field of a message."""
     (field,) = message.DESCRIPTOR.fields
     held = getattr(message, field.name)
-    for item in items:
+    async for item in unhurried(items):
         put(held.add(), item)
     return message

@@ -8,27 +8,41 @@ gone is charged all the same, and a store that is empty is told by its version.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
+import hiredis
 import msgspec
-from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
-from picker.quota.bucket import Counter, Low
-from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey, label
+from picker.quota.bucket import Counter
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent, Standing
+from picker.quota.plan import (
+    DAY,
+    NO_RATE,
+    Amounts,
+    Denied,
+    Granted,
+    Line,
+    Plan,
+    Spent,
+    Standing,
+    line_of,
+)
 from picker.quota.policy import Record
 from picker.quota.store import (
     KEPT_DAYS,
@@ -46,23 +60,35 @@ from picker.quota.store import (
     count,
     faults,
 )
+from picker.quota.wire import Wire
 
 MAX_CONNECTIONS = 64
-MAX_ROUNDS = 3  # of asking again with other windows
+FIRST_COUNTER = 3  # among a reservation's keys; before them are the version and itself
+SHARED = {  # what stands before a script
+    "reserve": ("common",),
+    "settle": ("common", "ends"),
+    "shrink": ("common", "ends"),
+    "expire": ("common", "ends"),
+    "counts": ("common", "ends"),
+    "correct": ("common", "ends", "records"),
+    "write": ("common", "records"),
+    "changes": ("common", "records"),
+}
+MAX_ROUNDS = 5  # of asking again, by another clock or when room was made
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
+ERRORS = (RedisError, hiredis.HiredisError, OSError, TimeoutError)
 LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
-_COUNTER = msgspec.msgpack.Decoder(tuple[int, int, float, float, float, int, list[Low], float])
-_RESERVATION = msgspec.msgpack.Decoder(Reservation)
+_COUNTER = msgspec.msgpack.Decoder(list[float])
+_HELD = msgspec.msgpack.Decoder(tuple[str, str, float, float, bool, str, list[int], list[int]])
 _ENTRY = msgspec.json.Decoder(Entry)
 _SUBJECT = msgspec.json.Decoder(Subject)
 
 
 class _Granted(msgspec.Struct, array_like=True, tag="granted"):
     now: float
-    lines: tuple[Line, ...]
     standings: tuple[Standing, ...]
     shadowed: tuple[int, ...]
 
@@ -77,6 +103,10 @@ class _Denied(msgspec.Struct, array_like=True, tag="denied"):
 
 class _Stale(msgspec.Struct, array_like=True, tag="stale"):
     """The plan's version is not the store's."""
+
+
+class _Due(msgspec.Struct, array_like=True, tag="due"):
+    """Some reservations have expired."""
 
 
 class _Clock(msgspec.Struct, array_like=True, tag="clock"):
@@ -95,7 +125,7 @@ class _Written(msgspec.Struct, array_like=True, tag="written"):
     version: str
 
 
-_RESERVED = msgspec.msgpack.Decoder(_Granted | _Denied | _Stale | _Clock)
+_RESERVED = msgspec.msgpack.Decoder(_Granted | _Denied | _Stale | _Due | _Clock)
 _WRITTEN = msgspec.msgpack.Decoder(_Written | _Conflict)
 
 
@@ -106,6 +136,7 @@ class _Packed(msgspec.Struct):
     end: float
     keys: list[bytes]  # of counters and grants
     checks: bytes
+    lines: str
 
 
 class RedisStore:
@@ -124,7 +155,10 @@ class RedisStore:
         parts = urlsplit(url)
         name = parse_qs(parts.query).get("name", ["default"])[0]
         self._prefix = f"{{warmpath:{name}}}"
-        self._client = _client(url, timeout)
+        self._client = _client(url)
+        self._wire = Wire(url, timeout) if parts.scheme == "redis" else None
+        self._timeout = timeout
+        self._room = asyncio.Semaphore(MAX_CONNECTIONS)
         self._shown = f"redis at {parts.hostname}:{parts.port or 6379}"  # without a password
         self._version_key = self._key("version")
         self._packed: dict[Plan, _Packed] = {}  # plans of one version
@@ -141,17 +175,21 @@ class RedisStore:
         head = _pack((id, plan.subject, model, ttl, amounts))
         for _ in range(MAX_ROUNDS):
             packed = self._pack_plan(plan)
-            raw = await self._run("reserve", packed.keys, plan.version, head, packed.checks)
+            keys = (self._key(f"r:{id}"), *packed.keys)
+            raw = await self._run("reserve", keys, plan.version, head, packed.checks, packed.lines)
             answer = _RESERVED.decode(raw)
             if isinstance(answer, _Stale):
                 return Stale()
+            if isinstance(answer, _Due):
+                await self._run("expire", [])
+                continue
             self._offset = answer.now - time.time()
             if isinstance(answer, _Granted):
-                return Granted(answer.lines, answer.standings, answer.shadowed)
+                return Granted(answer.standings, answer.shadowed)
             if isinstance(answer, _Denied):
                 wait = None if answer.wait < 0 else answer.wait
                 return Denied(answer.check, wait, answer.amount, answer.standings)
-        raise StoreDown(f"the clock of {self._shown} runs away from ours")
+        raise StoreDown(f"{self._shown}: its clock runs away, or too many reservations expire")
 
     async def settle(self, id: str, spent: Spent) -> bool | None:
         answer = await self._run("settle", [], _pack((id, *spent)))
@@ -160,8 +198,7 @@ class RedisStore:
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
-        held = [msgspec.structs.replace(line, amount=0, seq=0) for line in lines]
-        elsewhere = _pack((subject, model, held))
+        elsewhere = _pack((subject, model, _flat_lines(lines)))
         answer = await self._run("settle", [], _pack((id, *spent)), elsewhere)
         return bool(answer == b"settled")
 
@@ -201,7 +238,7 @@ class RedisStore:
         return [count(_counter(raw), float(now)) for raw in found]
 
     async def reservations(self, subject: str = "") -> list[Reservation]:
-        await self._run("counts", [self._counter_key("")])  # what is over, expires now
+        await self._run("expire", [])
         return [
             held
             for held in await self._all_reservations()
@@ -217,11 +254,9 @@ class RedisStore:
                 pipeline.hgetall(self._key(f"use:{day}"))
             pages = await pipeline.execute()
         for day, page in zip(days, pages, strict=True):
-            for field, amount in page.items():
-                subject, model, what = field.decode().split("\t")
-                use = uses.setdefault((day, subject, model), Use())
-                name = what if what in ("requests", "denied") else f"{what}_tokens"
-                setattr(use, name, int(amount))
+            for field, raw in page.items():
+                subject, model = field.decode().split("\t")
+                uses[day, subject, model] = Use(*_unpack(raw))
         return uses
 
     async def denials(self) -> list[Denial]:
@@ -264,20 +299,18 @@ class RedisStore:
         async with self._pipeline() as pipeline:
             for key, counter in dump.counters.items():
                 held = max(counter.until, now + KEPT_DAYS * DAY if counter.open else 0.0)
-                milliseconds = int(max(held - now, 0) * 1000) + 60_000
-                pipeline.set(self._counter_key(key), _pack(_row(counter)), px=milliseconds)
+                lasts = max(held, now) + 60
+                raw = _pack(_row(counter, lasts))
+                pipeline.set(self._counter_key(key), raw, px=int((lasts - now) * 1000))
             for reservation in dump.reservations:
                 held_key = self._key(f"r:{reservation.id}")
-                lasts = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
-                pipeline.set(held_key, _pack(reservation), px=lasts)
+                lives = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
+                pipeline.set(held_key, _pack(_held(reservation)), px=lives)
                 pipeline.zadd(self._key("due"), {reservation.id: reservation.expires})
                 pipeline.expire(self._key("due"), KEPT_DAYS * DAY)
             for (day, subject, model), use in dump.uses.items():
                 page = self._key(f"use:{day}")
-                for what in ("requests", "prompt", "cached", "completion", "denied"):
-                    name = what if what in ("requests", "denied") else f"{what}_tokens"
-                    if amount := getattr(use, name):
-                        pipeline.hset(page, f"{subject}\t{model}\t{what}", amount)
+                pipeline.hset(page, f"{subject}\t{model}", _pack(astuple(use)))
                 pipeline.expireat(page, (day + 1 + KEPT_DAYS) * DAY)
             for entry in dump.audit:
                 text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
@@ -307,6 +340,8 @@ class RedisStore:
         }
 
     async def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
         await self._client.aclose()
 
     def _key(self, name: str) -> bytes:
@@ -327,35 +362,27 @@ class RedisStore:
 
     def _packed_at(self, plan: Plan, now: float) -> _Packed:
         start, end = 0.0, float("inf")
-        keys: dict[bytes, int] = {}  # with their numbers among those of values, from 1
+        keys: dict[bytes, int] = {}  # with their numbers among all keys, from 1
 
         def number(key: str) -> int:
-            return keys.setdefault(self._counter_key(key), len(keys) + 1)
+            return keys.setdefault(self._counter_key(key), len(keys) + FIRST_COUNTER)
 
-        checks = []
+        checks: list[Any] = []
+        lines: list[Line] = []
         for check in plan.checks:
-            key, span = check.key, (0, 0)
+            line = line_of(check, now)
+            lines.append(line)
+            span = (0, 0)
             if check.calendar is not None:
                 span = check.calendar.span(now)
-                key = f"{key}\t{span[0]}"
                 start, end = max(start, span[0]), min(end, span[1])
-            grants = [
-                (draw.key, number(draw.key), draw.amount, draw.expires) for draw in check.grants
-            ]
-            checks.append(
-                (
-                    key,
-                    number(key),
-                    check.what,
-                    check.capacity,
-                    check.rate,
-                    *span,
-                    grants,
-                    check.shadow,
-                    label(check),
-                )
-            )
-        return _Packed(start, end, list(keys), _pack(checks))
+            checks += (number(line.key), check.what, check.capacity, check.rate, *span)
+            checks += (check.shadow, len(check.grants))
+            for draw in check.grants:
+                checks += (number(draw.key), draw.amount, draw.expires)
+                until = draw.expires + DAY
+                lines.append(Line(draw.key, 0, check.what, 0, True, NO_RATE, until))
+        return _Packed(start, end, list(keys), _pack(checks), _flat_lines(lines))
 
     async def _run(self, name: str, keys: Sequence[bytes], *values: bytes | str) -> Any:
         """Run a script, which the server may have to be told first.
@@ -369,11 +396,22 @@ class RedisStore:
             await self._run("changes", [], "")
         source, sha = self._script(name)
         names = (self._version_key, *keys)
-        async with self._answers():
-            try:
-                return await self._client.evalsha(sha, len(names), *names, *values)
-            except NoScriptError:
-                return await self._client.eval(source, len(names), *names, *values)
+        try:
+            if self._wire is not None:
+                call = self._wire.call
+                try:
+                    return await call(b"EVALSHA", sha, len(names), *names, *values)
+                except hiredis.ReplyError as refused:
+                    if not str(refused).startswith("NOSCRIPT"):
+                        raise
+                    return await call(b"EVAL", source, len(names), *names, *values)
+            async with asyncio.timeout(self._timeout), self._room:
+                try:
+                    return await self._client.evalsha(sha, len(names), *names, *values)
+                except NoScriptError:
+                    return await self._client.eval(source, len(names), *names, *values)
+        except ERRORS as problem:
+            raise await self._down(problem) from None
 
     def _script(self, name: str) -> tuple[str, str]:
         """A script and its SHA-1."""
@@ -382,11 +420,17 @@ class RedisStore:
     @asynccontextmanager
     async def _answers(self) -> AsyncIterator[None]:
         try:
-            yield
-        except (RedisError, OSError, TimeoutError) as problem:
-            if isinstance(problem, ReadOnlyError):  # it is a replica now: look for the other
-                await self._client.aclose()
-            raise StoreDown(f"{self._shown}: {problem or type(problem).__name__}") from None
+            async with asyncio.timeout(self._timeout), self._room:
+                yield
+        except ERRORS as problem:
+            raise await self._down(problem) from None
+
+    async def _down(self, problem: Exception) -> StoreDown:
+        if isinstance(problem, ReadOnlyError) or str(problem).startswith("READONLY"):
+            if self._wire is not None:  # it is a replica now: look for the other
+                self._wire.close()
+            await self._client.aclose()
+        return StoreDown(f"{self._shown}: {problem or type(problem).__name__}")
 
     @asynccontextmanager
     async def _pipeline(self) -> AsyncIterator[Any]:
@@ -398,7 +442,8 @@ class RedisStore:
             ids = await self._client.zrange(self._key("due"), 0, -1)
             keys = [self._key(f"r:{id.decode()}") for id in ids]
             found = await self._client.mget(keys) if keys else []
-        return [_RESERVATION.decode(raw) for raw in found if raw]
+        pairs = zip(ids, found, strict=True)
+        return [_reservation(id.decode(), raw) for id, raw in pairs if raw]
 
     async def _all_counters(self) -> dict[str, Counter]:
         pattern = _escaped(self._counter_key("")) + b"*"
@@ -414,51 +459,79 @@ class RedisStore:
         }
 
 
-def _client(url: str, timeout: float) -> Any:
+def _client(url: str) -> Any:
     parts = urlsplit(url)
     scheme, plus, cluster = parts.scheme.partition("+")
     if plus and cluster != "cluster":
         raise QuotaError(f"{parts.scheme!r} is no kind of Redis: write redis+cluster://")
     plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
     options: dict[str, Any] = {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "retry": Retry(NoBackoff(), 0),  # who waits has no time for it; admission knows what to do
+        "max_connections": MAX_CONNECTIONS,
+        # Who waits has no time for another try; admission knows what to do instead.
+        "retry": Retry(NoBackoff(), 0),
+        # One timeout stands around each call, which is cheaper than one for each read and write.
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
     }
     try:
-        if cluster:
-            return RedisCluster.from_url(plain, **options)
-        pool = BlockingConnectionPool.from_url(
-            plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
-        )
+        return (RedisCluster if cluster else Redis).from_url(plain, **options)
     except ValueError as problem:
         raise QuotaError(f"{plain!r} cannot be used: {problem}") from None
-    return Redis.from_pool(pool)
 
 
 @cache
 def _script(name: str) -> tuple[str, str]:
     """A script with what all share before it, and its SHA-1."""
     directory = files("picker.quota") / "lua"
-    source = "\n".join((directory / f"{each}.lua").read_text() for each in ("common", name))
+    parts = (*SHARED[name], name)
+    source = "\n".join((directory / f"{each}.lua").read_text() for each in parts)
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def _counter(raw: bytes | None) -> Counter | None:
-    return None if raw is None else Counter(*_COUNTER.decode(raw))
+    if raw is None:
+        return None
+    value, settled, rate, level, at, seq, until, _, *flat = _COUNTER.decode(raw)
+    lows = [(int(number), low) for number, low in zip(flat[::2], flat[1::2], strict=True)]
+    return Counter(int(value), int(settled), rate, level, at, int(seq), lows, until)
 
 
-def _row(counter: Counter) -> tuple[Any, ...]:
-    return (
-        counter.value,
-        counter.settled,
-        counter.rate,
-        counter.level,
-        counter.at,
-        counter.seq,
-        counter.lows,
-        counter.until,
-    )
+def _row(counter: Counter, lasts: float) -> list[float]:
+    numbers = [counter.value, counter.settled, counter.rate, counter.level, counter.at]
+    lows = [number for low in counter.lows for number in low]
+    return [*numbers, counter.seq, counter.until, lasts, *lows]
+
+
+def _flat_lines(lines: Sequence[Line]) -> str:
+    flat: list[Any] = []
+    for line in lines:
+        flat += (line.key, line.what, line.draws, line.rate, line.until)
+    return msgspec.json.encode(flat).decode()
+
+
+def _reservation(id: str, raw: bytes) -> Reservation:
+    subject, model, ttl, expires, expired, text, amounts, seqs = _HELD.decode(raw)
+    flat = msgspec.json.decode(text)
+    lines = []
+    for index, (amount, seq) in enumerate(zip(amounts, seqs, strict=True)):
+        key, what, draws, rate, until = flat[5 * index : 5 * index + 5]
+        lines.append(Line(key, amount, what, seq, draws, rate, until))
+    return Reservation(id, subject, model, tuple(lines), ttl, expires, expired)
+
+
+def _held(held: Reservation) -> list[Any]:
+    amounts, seqs = [line.amount for line in held.lines], [line.seq for line in held.lines]
+    lines = _flat_lines(held.lines)
+    return [
+        held.subject,
+        held.model,
+        held.ttl,
+        held.expires,
+        held.expired,
+        lines,
+        amounts,
+        seqs,
+    ]
 
 
 def _record(raw: bytes) -> Record | None:

@@ -12,6 +12,7 @@ from picker.quota.model import Limit
 from picker.quota.plan import Barred, Check, Denied, Plan, line_of
 from picker.quota.policy import Policy
 from picker.quota.store import Count, Store
+from picker.quota.unhurried import unhurried
 
 MAX_ASKED = 1000  # counters at once: requests wait for a store that looks them up
 FOREVER = 10.0**9  # seconds, of a reservation that is never made
@@ -52,7 +53,7 @@ async def own_views(store: Store, policy: Policy, subjects: Iterable[str]) -> li
     """Limits of subjects, for all models and for each, without those above them."""
     wall = store.wall()
     checks: list[Check] = []
-    for subject in subjects:
+    async for subject in unhurried(subjects):
         _, known = next(policy.ancestry(subject))
         for model in sorted({limit.model for limit in known.limits}):
             checks += [
@@ -112,7 +113,7 @@ async def _views(store: Store, policy: Policy, checks: Sequence[Check], wall: fl
         for draw, count in zip(draws, drawn, strict=True)
     }
     found = []
-    for check, count in zip(checks, counts, strict=True):
+    async for check, count in unhurried(zip(checks, counts, strict=True)):
         record = policy.records.get(check.subject)
         used = count.value if count.level is None else count.level
         found.append(

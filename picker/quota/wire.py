@@ -1,90 +1,147 @@
-"""Between what the rest of the program knows and the messages of proto/admin.proto.
+"""One connection to Redis that all calls share, for the scripts of each request.
 
-A message and the type that it stands for have fields of the same names, and that is all that is
-needed to turn one into the other.
+redis-py takes a connection for each call and costs four times as much as the call's own bytes.
+Here calls are written as they come and answered in their order, as RESP has it, and one timer
+watches the oldest of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from urllib.parse import unquote, urlsplit
 
-import msgspec
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+import hiredis
 
-M = TypeVar("M", bound=Message)
-T = TypeVar("T")
+Argument = bytes | str | int
 
 
-def put(message: M, value: object) -> M:
-    """Fill a message from the attributes of the same names; what is None stays unset."""
-    for field in message.DESCRIPTOR.fields:
-        given = getattr(value, field.name)
-        if given is None:
-            continue
-        held = getattr(message, field.name)
-        if field.message_type is None:
-            if field.is_repeated:
-                held.extend(given)
-            else:
-                setattr(message, field.name, given)
-        elif _is_map(field):
-            for key, each in given.items():
-                put(held[key], each)
-        elif field.is_repeated:
-            for each in given:
-                put(held.add(), each)
+class WireError(OSError):
+    """The connection is gone, or its server said nothing in time."""
+
+
+class Wire:
+    """Connects when it is needed, and again when it has to.
+
+    Args:
+        url: `redis://[USER:PASSWORD@]HOST:PORT/DB`.
+        timeout: seconds for a connection, and for each answer.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or "localhost"
+        self._port = parts.port or 6379
+        self._timeout = timeout
+        self._greeting: list[tuple[Argument, ...]] = []
+        if parts.password:
+            names = [unquote(parts.username)] if parts.username else []
+            self._greeting.append(("AUTH", *names, unquote(parts.password)))
+        if database := parts.path.strip("/"):
+            self._greeting.append(("SELECT", int(database)))
+        self._line: _Line | None = None
+        self._connecting = asyncio.Lock()
+
+    async def call(self, *arguments: Argument) -> object:
+        """A command's answer.
+
+        Raises:
+            WireError: there was none; the command may have been done.
+            hiredis.ReplyError: the server refused it.
+        """
+        line = self._line
+        if line is None or line.closed:
+            line = await self._connect()
+        return await line.send(arguments)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.end(WireError("closed"))
+
+    async def _connect(self) -> _Line:
+        async with self._connecting:
+            if self._line is not None and not self._line.closed:
+                return self._line
+            loop = asyncio.get_running_loop()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    _, line = await loop.create_connection(
+                        lambda: _Line(loop, self._timeout), self._host, self._port
+                    )
+                    for command in self._greeting:
+                        await line.send(command)
+            except TimeoutError:
+                raise WireError("no connection in time") from None
+            self._line = line
+            return line
+
+
+class _Line(asyncio.Protocol):
+    """A connection that is there, and who waits for answers on it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout: float) -> None:
+        self.closed = False
+        self._loop = loop
+        self._timeout = timeout
+        self._reader = hiredis.Reader()
+        self._waiting: deque[tuple[asyncio.Future[object], float]] = deque()  # and since when
+        self._transport: asyncio.Transport | None = None
+        self._write: Callable[[bytes], None]
+        self._watch: asyncio.TimerHandle | None = None
+
+    def send(self, arguments: tuple[Argument, ...]) -> asyncio.Future[object]:
+        future: asyncio.Future[object] = self._loop.create_future()
+        if self.closed:
+            future.set_exception(WireError("the connection was lost"))
+            return future
+        self._waiting.append((future, self._loop.time()))
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._timeout, self._look)
+        self._write(hiredis.pack_command(arguments))  # type: ignore[arg-type]  # of any length
+        return future
+
+    def end(self, problem: Exception) -> None:
+        """Close; whoever waits is told why."""
+        self.closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        for future, _ in self._waiting:
+            if not future.done():
+                future.set_exception(problem)
+        self._waiting.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._write = transport.write
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            while (answer := self._reader.gets()) is not False:
+                future, _ = self._waiting.popleft()
+                if future.done():
+                    continue  # nobody waits any more
+                if isinstance(answer, hiredis.ReplyError):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+        except hiredis.ProtocolError:
+            self.end(WireError("this is no Redis"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end(WireError(f"the connection was lost: {exc or 'closed by the server'}"))
+
+    def _look(self) -> None:
+        """Whether the oldest call waits too long; then none can be believed to be answered."""
+        self._watch = None
+        if not self._waiting:
+            return
+        left = self._waiting[0][1] + self._timeout - self._loop.time()
+        if left <= 0:
+            self.end(WireError(f"no answer within {self._timeout:g} s"))
         else:
-            held.SetInParent()
-            put(held, given)
-    return message
-
-
-def take(message: Message, kind: type[T]) -> T:
-    """What a message stands for. Fields that the message does not have keep their defaults."""
-    hints = _hints(cast(Any, kind))
-    given = {}
-    for field in message.DESCRIPTOR.fields:
-        if field.name in hints:
-            given[field.name] = _value(message, field, hints[field.name])
-    return kind(**given)
-
-
-def _value(message: Message, field: FieldDescriptor, hint: Any) -> Any:
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    value = getattr(message, field.name)
-    kinds = [each for each in _parts(hint) if each is not NoneType]
-    if _is_map(field):
-        return {key: take(each, get_args(kinds[0])[1]) for key, each in value.items()}
-    if field.is_repeated:
-        item = get_args(kinds[0])[0]
-        whole = value if field.message_type is None else (take(each, item) for each in value)
-        return tuple(whole) if get_origin(kinds[0]) is tuple else list(whole)
-    return value if field.message_type is None else take(value, kinds[0])
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    kind = field.message_type
-    return kind is not None and bool(kind.GetOptions().map_entry)
-
-
-@cache
-def _hints(kind: Any) -> Mapping[str, Any]:
-    """The types of a type's fields."""
-    hints = get_type_hints(kind)
-    if issubclass(kind, msgspec.Struct):
-        names = set(kind.__struct_fields__)
-    elif is_dataclass(kind):
-        names = {field.name for field in fields(kind)}
-    else:
-        names = set(getattr(kind, "_fields", ()))  # of a NamedTuple
-    return {name: hints[name] for name in names}
+            self._watch = self._loop.call_later(left, self._look)

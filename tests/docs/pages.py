@@ -43,6 +43,7 @@ _FENCE = re.compile(r"```(\w*)$")
 _MARKER = re.compile(r"<!-- not run: (.+) -->$")
 _VARYING = [
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", "TIME"),
+    (r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\dZ", "TIME"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
     (r"\b[\d,]+(\.\d+)? m?s\b", "SECONDS"),
     (r"─+", "─"),

@@ -262,6 +262,7 @@ class Runner:
             "PYTHONUNBUFFERED": "1",
             "WARMPATH_CACHE": str(self.directory),
             "WARMPATH_ADMIN": self._ports.real("http://127.0.0.1:9090"),
+            "WARMPATH_QUOTA_STORE": "sqlite:quota.db",  # in the page's directory
             "OMP_WAIT_POLICY": "PASSIVE",  # no spinning: other tests want the cores too
         }
 
@@ -276,7 +277,8 @@ def _listens(kind: str, command: str, directory: Path) -> tuple[int, set[int]]:
     """The port where a server answers HTTP, and all its ports."""
     if file := _FILE.search(command):
         listen = load(directory / file[1]).listen
-        return listen.admin, {listen.grpc, listen.health, listen.http, listen.admin}
+        ports = {listen.grpc, listen.health, listen.http, listen.admin, listen.quota}
+        return listen.admin, ports
     flags = {flag: int(port) for flag, port in re.findall(r"--([a-z-]*port) (\d+)", command)}
     ports = set(flags.values()) - {0}
     if kind == "up":

@@ -92,6 +92,28 @@ def looked_up_at(runner: Runner) -> list[Server]:
     return [runner.serve(command, runner.directory) for command in commands]
 
 
+def test_every_command_and_flag_of_quota_is_documented_and_every_command_is_run() -> None:
+    page = ROOT / "docs/quota.md"
+    run = [line for block in blocks_of(page) if block.is_run for line in block.code.splitlines()]
+    for words in leaves("", command_called("quota")):
+        example = re.compile(rf"warmpath quota (--\S+ \S+ )*{words}\b")
+        assert any(map(example.search, run)), f"warmpath quota {words} is not run"
+    for flag in flags_of(command_called("quota")) - {"--help"}:
+        assert flag[:2] != "--" or re.search(rf"{flag}\b(?!-)", page.read_text()), flag
+
+
+def leaves(words: str, command: click.Command) -> Iterator[str]:
+    """The commands below one that do something, as the words after it."""
+    if not isinstance(command, click.Group):
+        yield words.strip()
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        inner = command.get_command(context, name)
+        assert inner is not None
+        yield from leaves(f"{words} {name}", inner)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_runs_and_prints_what_the_page_says(
     page: Path, runner: Runner, tmp_path: Path

@@ -25,7 +25,7 @@ def block_(subject: str, because: str, output: str, why: Why) -> None:
     Example:
       warmpath quota block tenant/mallory "unpaid since March"
     """
-    told(ask(lambda admin: admin.block(subject, because, why=why), create=True), output)
+    told(ask(lambda admin: admin.block(subject, because, why=why), create=True), output, why)
 
 
 @click.command("unblock")
@@ -39,7 +39,7 @@ def unblock_(subject: str, output: str, why: Why) -> None:
     Example:
       warmpath quota unblock tenant/mallory --reason "paid"
     """
-    told(ask(lambda admin: admin.unblock(subject, why=why)), output)
+    told(ask(lambda admin: admin.unblock(subject, why=why)), output, why)
 
 
 @click.command("expire")
@@ -59,7 +59,7 @@ def expire_(subject: str, when: float | None, never: bool, output: str, why: Why
     """
     if (when is None) != never:
         raise click.UsageError("say when, as 14d or 2026-04-01, or --never")
-    told(ask(lambda admin: admin.expire(subject, when, why=why), create=True), output)
+    told(ask(lambda admin: admin.expire(subject, when, why=why), create=True), output, why)
 
 
 @click.command("grant")
@@ -93,7 +93,7 @@ def grant_(
     """
     name = id or secrets.token_hex(4)
     grant = Grant(name, limit, amount, expires, model, why.reason)
-    told(ask(lambda admin: admin.grant(subject, grant, why=why)), output)
+    told(ask(lambda admin: admin.grant(subject, grant, why=why)), output, why)
 
 
 @click.command("revoke")
@@ -108,4 +108,4 @@ def revoke_(subject: str, id: str, output: str, why: Why) -> None:
     Example:
       warmpath quota revoke tenant/alice launch
     """
-    told(ask(lambda admin: admin.revoke_grant(subject, id, why=why)), output)
+    told(ask(lambda admin: admin.revoke_grant(subject, id, why=why)), output, why)

@@ -27,7 +27,7 @@ COLUMNS = (
     "--input",
     "prompt_tokens",
     type=options.amount,
-    default=0,
+    default="0",
     show_default=True,
     metavar="TOKENS",
     help="Of its prompt.",
@@ -36,7 +36,7 @@ COLUMNS = (
     "--max-output",
     "output_tokens",
     type=options.amount,
-    default=0,
+    default="0",
     show_default=True,
     metavar="TOKENS",
     help="That its answer may have.",
@@ -90,5 +90,5 @@ def _why_not(verdict: Verdict) -> str:
         return f"it would not pass: {verdict.barred.subject} is barred: {verdict.barred.reason}"
     assert verdict.binding is not None, "something refuses it"
     binding = verdict.binding
-    when = "never" if verdict.wait is None else f"in {duration(verdict.wait)}"
-    return f"it would not pass: {binding.subject} {binding.limit} refuses it; it would {when}"
+    until = "" if verdict.wait is None else f" for another {duration(verdict.wait)}"
+    return f"it would not pass: {binding.subject} {binding.limit} refuses it{until}"

@@ -46,6 +46,7 @@ def create(parent: str, id: str | None, expires: float | None, output: str, why:
     _told(
         *ask(lambda admin: admin.create_key(parent, id, expires=expires, why=why), create=True),
         output,
+        why,
     )
 
 
@@ -96,7 +97,7 @@ def rotate(key: str, output: str, why: Why) -> None:
     Example:
       warmpath quota keys rotate key/alice-ci
     """
-    _told(*ask(lambda admin: admin.rotate_key(key, why=why)), output)
+    _told(*ask(lambda admin: admin.rotate_key(key, why=why)), output, why)
 
 
 @keys_.command()
@@ -110,14 +111,15 @@ def revoke(key: str, output: str, why: Why) -> None:
     Example:
       warmpath quota keys revoke key/alice-ci
     """
-    told(ask(lambda admin: admin.revoke_key(key, why=why)), output)
+    told(ask(lambda admin: admin.revoke_key(key, why=why)), output, why)
 
 
-def _told(written: Written, secret: str, output: str) -> None:
+def _told(written: Written, secret: str, output: str, why: Why) -> None:
     """The secret is the data; what else there is to say goes to stderr."""
     if output in ("json", "yaml"):
-        click.echo(document({"secret": secret, **as_data(written)}, output, ""), nl=False)
+        told_secret = None if why.dry_run else secret
+        click.echo(document({"secret": told_secret, **as_data(written)}, output, ""), nl=False)
         return
-    told(written, output)
-    if output != "name":
+    told(written, output, why)
+    if output != "name" and not why.dry_run:  # which opens nothing
         click.echo(secret)

@@ -161,7 +161,11 @@ async def _rows(admin: Administration, subjects: Sequence[str]) -> list[dict[str
 @options.subject
 @click.argument("limits", nargs=-1, type=options.limit)
 @click.option(
-    "--parent", type=options.subject_name, metavar="SUBJECT", help="Whose limits hold for it, too."
+    "--parent",
+    type=options.parent_name,
+    shell_complete=completion.subjects,
+    metavar="SUBJECT",
+    help="Whose limits hold, too; '' takes it away.",
 )
 @options.model
 @click.option(
@@ -209,7 +213,11 @@ def set_(
         )
         for limit in limits
     ]
-    told(ask(lambda admin: admin.set(subject, made, parent=parent, why=why), create=True), output)
+    told(
+        ask(lambda admin: admin.set(subject, made, parent=parent, why=why), create=True),
+        output,
+        why,
+    )
 
 
 @click.command("unset")
@@ -235,4 +243,4 @@ def unset_(
     written = ask(lambda admin: admin.unset(subject, names, model=model, why=why))
     if written.before is None:
         raise NotFound(f"nothing is written of {subject}")
-    told(written, output)
+    told(written, output, why)

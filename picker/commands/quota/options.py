@@ -45,6 +45,14 @@ def subject_name(text: str) -> str:
 
 
 @_told
+def parent_name(text: str) -> str:
+    """`org/acme`, or nothing: no parent any more."""
+    if text:
+        split(text)
+    return text
+
+
+@_told
 def limit(text: str) -> Limit:
     """`total-tokens=100k/minute`."""
     return parse_limit(text)

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from picker.document import plain
+import yaml
+
 from picker.quota.model import shown_quantity
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C: thousands of subjects
 FORMATS = ("table", "wide", "json", "yaml", "csv", "name")
 
 Row = Mapping[str, Any]
@@ -78,7 +80,7 @@ def as_json(value: object) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    return plain(value)
+    return str(yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True))
 
 
 def document(value: Mapping[str, Any], output: str, text: str) -> str:

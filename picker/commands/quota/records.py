@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from picker.commands.quota.output import document, iso, safe
-from picker.quota.editor import REVOKED, Written
+from picker.quota.editor import REVOKED, Why, Written
 from picker.quota.model import Limit, Subject, shown_quantity
 
 
@@ -39,7 +39,7 @@ def limit_line(limit: Limit) -> str:
     return text
 
 
-def told(written: Written, output: str) -> None:
+def told(written: Written, output: str, why: Why) -> None:
     """Say what a write did: to people on stderr, to programs on stdout."""
     if output == "name":
         click.echo(written.name)
@@ -49,10 +49,10 @@ def told(written: Written, output: str) -> None:
         changed = changes(written.before, written.after)
         if not changed:
             status = "nothing changes"
-        elif written.revision:
-            status = f"revision {written.revision}"
-        else:
+        elif why.dry_run:
             status = "dry run, nothing is written"
+        else:
+            status = f"revision {written.revision}" if written.revision else "nothing is left of it"
         click.echo(f"{written.name}: {status}", err=True)
         for line in changed:
             click.echo(line, err=True)

@@ -1,55 +1,38 @@
--- What all scripts share. It stands before each of them.
+-- What all scripts share. It stands before each of them, and is as short as it can be: it is run
+-- for every request.
 --
 -- All keys of a store have one hash tag, so that a cluster keeps them together: a script may reach
 -- those of reservations that expire, which nobody could name beforehand. Every key has a time to
--- live. Counters and reservations are MessagePack arrays, in the order of bucket.Counter and
--- ledger.Reservation; the arithmetic is ledger.py's.
+-- live. The arithmetic is ledger.py's. Values are MessagePack:
+--   a counter: [value, settled, rate, level, at, seq, until, lasts, seq of a low, low, ...]
+--   a reservation: [subject, model, ttl, expires, expired, lines, [amount, ...], [seq, ...]],
+--   whose lines, which only pass through here, are JSON: [key, what, draws, rate, until, ...]
 
 local P = string.sub(KEYS[1], 1, -9) -- without ":version"
 local LATE = 3600 -- seconds that an expired reservation is remembered
-local DONE = 600 -- seconds that a settled one is
 local DAY = 86400
 local KEPT_DAYS = 400
-local NUM_DENIALS = 1000
-local MAX_AUDIT = 100000
 local MAX_LOWS = 16
-local EPSILON = 1e-6
-local BUSY = 1
 
-local VALUE, SETTLED, RATE, LEVEL, AT, SEQ, LOWS, UNTIL = 1, 2, 3, 4, 5, 6, 7, 8 -- of a counter
-local KEY, AMOUNT, WHAT, NUMBER, DRAWS, LINE_RATE, LINE_UNTIL = 1, 2, 3, 4, 5, 6, 7 -- of a line
-local LINES, TTL, EXPIRES, EXPIRED = 4, 5, 6, 7 -- of a reservation, after id, subject, model
+-- of a counter
+local VALUE, SETTLED, RATE, LEVEL, AT, SEQ, UNTIL, LASTS = 1, 2, 3, 4, 5, 6, 7, 8
 
-local function clock()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
-end
-
-local now = clock()
-local counters = {} -- by key, as far as they were looked at
-local changed = {} -- keys of those that must be written
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 
 local function decoded(raw)
-  if raw then
-    return cmsgpack.unpack(raw)
-  end
-  return {0, 0, -1, 0, 0, 0, {}, 0}
+  return raw and cmsgpack.unpack(raw) or {0, 0, -1, 0, 0, 0, 0, 0}
 end
 
-local function counter(key)
-  local found = counters[key]
-  if not found then
-    found = decoded(redis.call('GET', P .. ':c:' .. key))
-    counters[key] = found
-  end
-  return found
-end
-
-local function save()
-  for key in pairs(changed) do
-    local found = counters[key]
-    local keep = math.max(found[UNTIL] - now, 0) + 60
-    redis.call('SET', P .. ':c:' .. key, cmsgpack.pack(found), 'PX', math.ceil(keep * 1000))
+-- Write a counter. To set its time to live is dear, so that it is set for longer than needed.
+local function write(key, found)
+  local needed = math.max(found[UNTIL], now) + 60
+  if needed <= found[LASTS] then
+    redis.call('SET', key, cmsgpack.pack(found), 'KEEPTTL')
+  else
+    found[LASTS] = needed + LATE
+    local lives = math.ceil((found[LASTS] - now) * 1000)
+    redis.call('SET', key, cmsgpack.pack(found), 'PX', lives)
   end
 end
 
@@ -57,169 +40,46 @@ local function leak(found)
   local elapsed = now - found[AT]
   if elapsed > 0 then
     found[AT] = now
-    found[LEVEL] = math.max(0, found[LEVEL] - elapsed * found[RATE])
+    local level = found[LEVEL] - elapsed * found[RATE]
+    found[LEVEL] = level > 0 and level or 0
   end
 end
 
 local function charge(found, amount)
-  local level, lows = found[LEVEL], found[LOWS]
-  while #lows > 0 and lows[#lows][2] >= level do
-    table.remove(lows)
+  local level, last = found[LEVEL], #found
+  while last > LASTS and found[last] >= level do
+    found[last], found[last - 1] = nil, nil
+    last = last - 2
   end
   found[SEQ] = found[SEQ] + 1
-  lows[#lows + 1] = {found[SEQ], level}
-  if #lows > MAX_LOWS then
-    lows[2][2] = lows[1][2]
-    table.remove(lows, 1)
+  found[last + 1], found[last + 2] = found[SEQ], level
+  if last + 2 > LASTS + 2 * MAX_LOWS then
+    found[LASTS + 4] = found[LASTS + 2]
+    table.remove(found, LASTS + 1)
+    table.remove(found, LASTS + 1)
   end
   found[LEVEL] = level + amount
   return found[SEQ]
 end
 
-local function give_back(found, surplus, seq)
-  local least = found[LEVEL]
-  for _, low in ipairs(found[LOWS]) do
-    if low[1] > seq then
-      least = low[2]
-      break
-    end
-  end
-  local given = math.min(surplus, least, found[LEVEL])
-  if given <= 0 then
-    return
-  end
-  found[LEVEL] = found[LEVEL] - given
-  local kept = {}
-  least = found[LEVEL]
-  for index = #found[LOWS], 1, -1 do
-    local low = found[LOWS][index]
-    if low[1] > seq then
-      low[2] = low[2] - given
-    end
-    if low[2] < least then
-      least = low[2]
-      table.insert(kept, 1, low)
-    end
-  end
-  found[LOWS] = kept
+-- Write a reservation, the fourth of whose parts is when it expires.
+local function keep(id, held)
+  local lives = math.ceil((held[4] - now + LATE) * 1000)
+  redis.call('SET', P .. ':r:' .. id, cmsgpack.pack(held), 'PX', lives)
+  redis.call('ZADD', P .. ':due', string.format('%.6f', held[4]), id)
 end
 
-local function recharge(line, amount, final)
-  local difference = amount - line[AMOUNT]
-  local found = counter(line[KEY])
-  if found[RATE] < 0 and line[LINE_RATE] >= 0 then -- it was forgotten since
-    found[RATE], found[AT] = line[LINE_RATE], now
+-- Add to what a subject used today: requests, prompt, cached and completion tokens, denials.
+local function book(subject, model, more)
+  local day = math.floor(now / DAY)
+  local page, field = P .. ':use:' .. day, subject .. '\t' .. model
+  local raw = redis.call('HGET', page, field)
+  local use = raw and cmsgpack.unpack(raw) or {0, 0, 0, 0, 0}
+  for index, amount in ipairs(more) do
+    use[index] = use[index] + amount
   end
-  found[UNTIL] = math.max(found[UNTIL], line[LINE_UNTIL])
-  found[VALUE] = found[VALUE] + difference
-  if final then
-    found[SETTLED] = found[SETTLED] + amount
+  redis.call('HSET', page, field, cmsgpack.pack(use))
+  if not raw then
+    redis.call('EXPIREAT', page, (day + 1 + KEPT_DAYS) * DAY)
   end
-  if found[RATE] >= 0 and difference ~= 0 and not line[DRAWS] then
-    leak(found)
-    if difference > 0 then
-      charge(found, difference)
-      if found[RATE] > 0 then
-        found[UNTIL] = math.max(found[UNTIL], now + found[LEVEL] / found[RATE])
-      end
-    else
-      give_back(found, -difference, line[NUMBER])
-    end
-  end
-  changed[line[KEY]] = true
-end
-
--- Make lines hold no more than `amounts`, or settle them when final.
-local function resize(lines, amounts, final)
-  local kept, start, left = {}, 0, 0
-  for index, line in ipairs(lines) do
-    if not line[DRAWS] then
-      if left > 0 and final then
-        kept[start] = kept[start] + left
-      end
-      start, left = index, amounts[line[WHAT] + 1]
-    end
-    kept[index] = math.min(left, line[AMOUNT])
-    left = left - kept[index]
-  end
-  if left > 0 and final then
-    kept[start] = kept[start] + left
-  end
-  for index, line in ipairs(lines) do
-    if kept[index] ~= line[AMOUNT] or (final and kept[index] ~= 0) then
-      recharge(line, kept[index], final)
-    end
-    line[AMOUNT] = kept[index]
-  end
-end
-
-local function seconds(number)
-  return string.format('%.6f', number)
-end
-
-local function keep(id, reservation)
-  local lasts = reservation[EXPIRES] - now + LATE
-  redis.call('SET', P .. ':r:' .. id, cmsgpack.pack(reservation), 'PX', math.ceil(lasts * 1000))
-  redis.call('ZADD', P .. ':due', seconds(reservation[EXPIRES]), id)
-  redis.call('EXPIRE', P .. ':due', KEPT_DAYS * DAY)
-  for _, line in ipairs(reservation[LINES]) do
-    local found = counter(line[KEY])
-    found[UNTIL] = math.max(found[UNTIL], reservation[EXPIRES] + LATE)
-    changed[line[KEY]] = true
-  end
-end
-
-local function drop(id)
-  redis.call('DEL', P .. ':r:' .. id)
-  redis.call('ZREM', P .. ':due', id)
-end
-
--- Give back what reservations hold that have outlived their time.
-local function expire()
-  for _ = 1, 50 do
-    local ids = redis.call('ZRANGEBYSCORE', P .. ':due', '-inf', seconds(now), 'LIMIT', 0, 20)
-    if #ids == 0 then
-      return
-    end
-    for _, id in ipairs(ids) do
-      local raw = redis.call('GET', P .. ':r:' .. id)
-      local held = raw and raw ~= '' and cmsgpack.unpack(raw)
-      if held and not held[EXPIRED] then
-        resize(held[LINES], {0, 0, 0, 0, 0}, false)
-        held[EXPIRED], held[TTL], held[EXPIRES] = true, LATE, now + LATE
-        keep(id, held)
-      else
-        drop(id)
-      end
-    end
-  end
-end
-
-local function page()
-  return P .. ':use:' .. math.floor(now / DAY)
-end
-
-local function note(subject, model, what, amount)
-  if amount ~= 0 then
-    redis.call('HINCRBY', page(), subject .. '\t' .. model .. '\t' .. what, amount)
-  end
-end
-
-local function keep_page()
-  redis.call('EXPIREAT', page(), (math.floor(now / DAY) + 1 + KEPT_DAYS) * DAY)
-end
-
--- Records outlive all that is in use: who comes back within a year finds them.
-local function keep_policy()
-  for _, name in ipairs({'version', 'versions', 'subjects', 'changes', 'audit'}) do
-    redis.call('EXPIRE', P .. ':' .. name, KEPT_DAYS * DAY)
-  end
-end
-
--- Write audit entries, which are JSON, with the revision that they belong to.
-local function enter(entries, revision)
-  for _, entry in ipairs(entries) do
-    redis.call('LPUSH', P .. ':audit', revision .. ':' .. entry)
-  end
-  redis.call('LTRIM', P .. ':audit', 0, MAX_AUDIT - 1)
 end

@@ -14,7 +14,10 @@ for _, correction in ipairs(cmsgpack.unpack(ARGV[1])) do
     if found[RATE] >= 0 then
       leak(found)
       found[LEVEL], found[SEQ] = 0, found[SEQ] + 1
-      found[LOWS] = {{found[SEQ], 0}}
+      for index = #found, LASTS + 1, -1 do
+        found[index] = nil
+      end
+      found[LASTS + 1], found[LASTS + 2] = found[SEQ], 0
     end
     changed[key] = true
   end

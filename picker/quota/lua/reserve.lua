@@ -1,43 +1,48 @@
 -- Charge all limits of a request, or none.
--- KEYS: version, then the key of each counter and grant that the checks name by number
--- ARGV: version of the policy, [id, subject, model, ttl, amounts], checks
--- a check: [key, its Redis key, what, capacity, rate, start, end, grants, shadow, label]
--- a grant: [key, its Redis key, amount, expires]
+-- KEYS: version, reservation, then each counter and grant that the checks name by number
+-- ARGV: version of the policy, [id, subject, model, ttl, amounts], checks, lines
+-- checks: of each [number, what, capacity, rate, start, end, shadow, grants]
+--         and then for each of its grants [number, amount, expires]
+-- lines: of each check and then of its grants, kept as they are
 
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then
+local EPSILON = 1e-6 -- of a token: what rounding of levels may add up to
+local BUSY = 1 -- seconds until to ask again for a place among the concurrent
+local NUM_DENIALS = 1000
+
+local first_due = redis.call('ZRANGE', P .. ':due', 0, 0, 'WITHSCORES')[2]
+if first_due and tonumber(first_due) <= now then
+  return cmsgpack.pack({'due'}) -- some have expired: give back what they hold, and ask again
+end
+local raw = redis.call('MGET', unpack(KEYS))
+-- The reservation is there only if it was given back before it came: nobody waits for the answer.
+if (raw[1] or '') ~= ARGV[1] or raw[2] then
   return cmsgpack.pack({'stale'})
 end
 local id, subject, model, ttl, amounts = unpack(cmsgpack.unpack(ARGV[2]))
-if redis.call('EXISTS', P .. ':r:' .. id) == 1 then
-  return cmsgpack.pack({'stale'}) -- given back before it came; nobody waits for the answer
-end
 local checks = cmsgpack.unpack(ARGV[3])
-for _, check in ipairs(checks) do
-  if check[7] > 0 and (now < check[6] or now >= check[7]) then
+local counters = {} -- by number
+local held, seqs = {}, {} -- by line: what it is to hold
+local firsts, lines = {}, {} -- by check: where it begins, its line
+local shadowed, refusing, wait = {}, nil, -1
+local tuned = false
+
+local at, line = 1, 1
+while at <= #checks do
+  local number, what, capacity, rate = checks[at], checks[at + 1], checks[at + 2], checks[at + 3]
+  local start, finish, num_grants = checks[at + 4], checks[at + 5], checks[at + 7]
+  if finish > 0 and (now < start or now >= finish) then
     return cmsgpack.pack({'clock', now})
   end
-end
-expire()
-if #KEYS > 1 then
-  local raw = redis.call('MGET', unpack(KEYS, 2))
-  for _, check in ipairs(checks) do
-    counters[check[1]] = counters[check[1]] or decoded(raw[check[2]])
-    for _, grant in ipairs(check[8]) do
-      counters[grant[1]] = counters[grant[1]] or decoded(raw[grant[2]])
-    end
-  end
-end
-
-local asked, standings, shadowed, refusing, wait = {}, {}, {}, nil, -1
-for index, check in ipairs(checks) do
-  local key, _, what, capacity, rate, _, finish, grants, shadow = unpack(check)
-  local found = counters[key]
+  local check = #firsts + 1
+  firsts[check], lines[check] = at, line
+  local found = decoded(raw[number])
+  counters[number] = found
   if found[RATE] ~= rate then
     if found[RATE] >= 0 then
       leak(found)
     end
     found[RATE], found[AT] = rate, now
-    changed[key] = true
+    tuned = true
   end
   local used = found[VALUE]
   if rate >= 0 then
@@ -48,97 +53,117 @@ for index, check in ipairs(checks) do
   if need > capacity then
     need = math.max(capacity, 1)
   end
-  local over, draws = used + need - capacity, {}
+  held[line], seqs[line] = need, 0
+  for index = 1, num_grants do
+    held[line + index], seqs[line + index] = 0, 0
+  end
+  local over = used + need - capacity
   if over > EPSILON and need > 0 then
-    local missing, drawn = math.min(need, math.ceil(over - EPSILON)), 0
-    for _, grant in ipairs(grants) do
-      local left = grant[3] - counters[grant[1]][VALUE]
-      if grant[4] > now and left > 0 and missing > 0 then
+    local missing = math.min(need, math.ceil(over - EPSILON))
+    for index = 1, num_grants do
+      local grant = at + 5 + 3 * index
+      local pool = decoded(raw[checks[grant]])
+      counters[checks[grant]] = pool
+      local left = checks[grant + 1] - pool[VALUE]
+      if checks[grant + 2] > now and left > 0 and missing > 0 then
         local taken = math.min(left, missing)
-        draws[#draws + 1] = {grant, taken}
-        missing, drawn = missing - taken, drawn + taken
+        held[line], held[line + index] = held[line] - taken, taken
+        missing = missing - taken
       end
     end
-    if missing == 0 then
-      need = need - drawn
-    elseif shadow then
-      draws = {}
-      shadowed[#shadowed + 1] = index - 1
+    if missing > 0 then
+      held[line] = need
+      for index = 1, num_grants do
+        held[line + index] = 0
+      end
+      if checks[at + 6] then
+        shadowed[#shadowed + 1] = check - 1
+      else
+        local takes = BUSY
+        if capacity == 0 then
+          takes = math.huge
+        elseif finish > 0 then
+          takes = finish - now
+        elseif rate > 0 then
+          takes = over / rate
+        end
+        if takes > wait then
+          refusing, wait = check, takes
+        end
+      end
+    end
+  end
+  at, line = at + 8 + 3 * num_grants, line + 1 + num_grants
+end
+
+local function standings()
+  local told = {}
+  for check, first in ipairs(firsts) do
+    local rate, finish, found = checks[first + 3], checks[first + 5], counters[checks[first]]
+    if rate >= 0 then
+      told[check] = {found[LEVEL], rate > 0 and found[LEVEL] / rate or 0}
+    elseif finish > 0 then
+      told[check] = {found[VALUE], finish - now}
     else
-      local takes = BUSY
-      if capacity == 0 then
-        takes = math.huge
-      elseif finish > 0 then
-        takes = finish - now
-      elseif rate > 0 then
-        takes = over / rate
-      end
-      if takes > wait then
-        refusing, wait = index, takes
-      end
+      told[check] = {found[VALUE], found[VALUE] ~= 0 and BUSY or 0}
     end
   end
-  asked[index] = {need, draws}
+  return told
 end
 
-local function standing(check, found)
-  if check[5] >= 0 then
-    return {found[LEVEL], check[5] > 0 and found[LEVEL] / check[5] or 0}
-  end
-  if check[7] > 0 then
-    return {found[VALUE], check[7] - now}
-  end
-  return {found[VALUE], found[VALUE] ~= 0 and BUSY or 0}
-end
-
-local function deny(index, seconds_, shadow)
-  local entry = {now, subject, model, checks[index][10], asked[index][1], seconds_, shadow}
-  redis.call('LPUSH', P .. ':denials', cmsgpack.pack(entry))
+local function note(check, takes, shadow)
+  local key = string.sub(KEYS[checks[firsts[check]]], #P + 4)
+  local whose, of, name = string.match(key, '^(.-)\t(.-)\t([^\t]*)')
+  local limit = whose .. ' ' .. name .. (of ~= '' and ' for ' .. of or '')
+  local denial = {now, subject, model, limit, held[lines[check]], takes, shadow}
+  redis.call('LPUSH', P .. ':denials', cmsgpack.pack(denial))
   redis.call('LTRIM', P .. ':denials', 0, NUM_DENIALS - 1)
   redis.call('EXPIRE', P .. ':denials', KEPT_DAYS * DAY)
 end
 
 if refusing then
   local told = wait < math.huge and wait or -1
-  for index, check in ipairs(checks) do
-    standings[index] = standing(check, counters[check[1]])
+  note(refusing, told, false)
+  book(subject, '', {0, 0, 0, 0, 1})
+  if tuned then
+    for _, first in ipairs(firsts) do
+      write(KEYS[checks[first]], counters[checks[first]])
+    end
   end
-  deny(refusing, told, false)
-  note(subject, '', 'denied', 1)
-  keep_page()
-  save()
-  return cmsgpack.pack({'denied', now, refusing - 1, told, asked[refusing][1], standings})
+  return cmsgpack.pack({'denied', now, refusing - 1, told, held[lines[refusing]], standings()})
 end
 
-local lines = {}
-for index, check in ipairs(checks) do
-  local key, found, need = check[1], counters[check[1]], asked[index][1]
+local expires = now + ttl
+for check, first in ipairs(firsts) do
+  local number, rate, finish = checks[first], checks[first + 3], checks[first + 5]
+  local found, of = counters[number], lines[check]
+  local need, lasts = held[of], expires + LATE
   found[VALUE] = found[VALUE] + need
-  local seq, lasts = 0, 0
-  if check[5] >= 0 then
-    seq = need > 0 and charge(found, need) or found[SEQ]
-    if check[5] > 0 then
-      found[UNTIL] = math.max(found[UNTIL], now + found[LEVEL] / check[5])
+  if rate >= 0 then
+    seqs[of] = need > 0 and charge(found, need) or found[SEQ]
+    if rate > 0 then
+      lasts = math.max(lasts, now + found[LEVEL] / rate)
     end
-  elseif check[7] > 0 then
-    lasts = check[7] + DAY
-    found[UNTIL] = math.max(found[UNTIL], lasts)
+  elseif finish > 0 then
+    lasts = math.max(lasts, finish + DAY)
   end
-  lines[#lines + 1] = {key, need, check[3], seq, false, check[5], lasts}
-  standings[index] = standing(check, found)
-  changed[key] = true
-  for _, draw in ipairs(asked[index][2]) do
-    local grant, amount = draw[1], draw[2]
-    local pool = counters[grant[1]]
-    pool[VALUE] = pool[VALUE] + amount
-    pool[UNTIL] = math.max(pool[UNTIL], grant[4] + DAY)
-    lines[#lines + 1] = {grant[1], amount, check[3], 0, true, -1, grant[4] + DAY}
-    changed[grant[1]] = true
+  found[UNTIL] = math.max(found[UNTIL], lasts)
+  write(KEYS[number], found)
+  for index = 1, checks[first + 7] do
+    local taken, grant = held[of + index], first + 5 + 3 * index
+    if taken > 0 then
+      local pool = counters[checks[grant]]
+      pool[VALUE] = pool[VALUE] + taken
+      pool[UNTIL] = math.max(pool[UNTIL], expires + LATE, checks[grant + 2] + DAY)
+      write(KEYS[checks[grant]], pool)
+    end
   end
 end
-keep(id, {id, subject, model, lines, ttl, now + ttl, false})
+keep(id, {subject, model, ttl, expires, false, ARGV[4], held, seqs})
+if not first_due then
+  redis.call('EXPIRE', P .. ':due', KEPT_DAYS * DAY)
+end
 for _, index in ipairs(shadowed) do
-  deny(index + 1, -1, true)
+  note(index + 1, -1, true)
 end
-save()
-return cmsgpack.pack({'granted', now, lines, standings, shadowed})
+return cmsgpack.pack({'granted', now, standings(), shadowed})

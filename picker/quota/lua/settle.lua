@@ -1,37 +1,33 @@
 -- Replace what a request reserved by what it used, once.
 -- KEYS: version
 -- ARGV: [id, amounts, prompt, cached, completion], and for what was reserved elsewhere
---       [subject, model, lines]; its lines hold nothing here
+--       [subject, model, lines]
+
+local DONE = 600 -- seconds that a settled reservation is remembered
 
 local id, amounts, prompt, cached, completion = unpack(cmsgpack.unpack(ARGV[1]))
-expire()
 local key = P .. ':r:' .. id
 local raw = redis.call('GET', key)
-if raw == '' then
-  save()
-  return 'again'
-end
 local subject, model, lines
-if raw then
+if raw == '' then
+  return 'again'
+elseif raw then
   local held = cmsgpack.unpack(raw)
-  subject, model, lines = held[2], held[3], held[LINES]
+  subject, model, lines = held[1], held[2], read(held[6], held[7], held[8])
   redis.call('ZREM', P .. ':due', id)
 elseif ARGV[2] then
-  subject, model, lines = unpack(cmsgpack.unpack(ARGV[2]))
+  local text
+  subject, model, text = unpack(cmsgpack.unpack(ARGV[2]))
+  lines = read(text)
 elseif amounts[1] + amounts[4] == 0 then
   subject, model, lines = '', '', {} -- given back: should the reservation still come, it is void
 else
-  save()
   return 'unknown'
 end
 redis.call('SET', key, '', 'PX', DONE * 1000)
 resize(lines, amounts, true)
 save()
 if amounts[1] + prompt + completion > 0 then
-  note(subject, model, 'requests', amounts[1])
-  note(subject, model, 'prompt', prompt)
-  note(subject, model, 'cached', cached)
-  note(subject, model, 'completion', completion)
-  keep_page()
+  book(subject, model, {amounts[1], prompt, cached, completion, 0})
 end
 return 'settled'

@@ -6,12 +6,9 @@ local id, amounts, ttl = unpack(cmsgpack.unpack(ARGV[1]))
 expire()
 local raw = redis.call('GET', P .. ':r:' .. id)
 local held = raw and raw ~= '' and cmsgpack.unpack(raw)
-if not held or held[EXPIRED] then
-  save()
-  return 'gone'
+local open = held and not held[5]
+if open then
+  change(id, held, amounts, ttl, false)
 end
-resize(held[LINES], amounts, false)
-held[TTL], held[EXPIRES] = ttl, now + ttl
-keep(id, held)
 save()
-return 'shrunk'
+return open and 'shrunk' or 'gone'

@@ -29,6 +29,11 @@ def _server() -> RedisServer:
     return _servers.enter_context(running())
 
 
+def redis_url() -> str:
+    """An empty store in that Redis."""
+    return f"{_server().url}?name={uuid4().hex}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_servers() -> Iterator[None]:
     yield
@@ -45,7 +50,7 @@ async def opened(kind: str, clock: Clock) -> AsyncIterator[Store]:
         elif kind == "sqlite":
             store = SQLiteStore(Path(directory, "quota.db"), 30.0, clock)
         else:
-            store = ClockedRedisStore(f"{_server().url}?name={uuid4().hex}", clock)
+            store = ClockedRedisStore(redis_url(), clock)
         try:
             yield store
         finally:

@@ -104,9 +104,9 @@ class ClockedRedisStore(RedisStore):
 
     def _script(self, name: str) -> tuple[str, str]:
         source, _ = super()._script(name)
-        own = "local time = redis.call('TIME')"
+        own = "time = redis.call('TIME')"
         assert own in source
-        source = source.replace(own, "local time = {redis.call('GET', P .. ':test-clock'), 0}")
+        source = source.replace(own, "time = {redis.call('GET', P .. ':test-clock'), 0}")
         return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
 
     async def _run(self, name: str, keys: Any, *values: Any) -> Any:

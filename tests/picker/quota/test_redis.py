@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from picker.quota.model import QuotaError, Subject
-from picker.quota.plan import FREE, Denied, Granted
+from picker.quota.plan import FREE, Denied, Granted, line_of
 from picker.quota.store import Correction, Entry, Stale, StoreDown
 from picker.quota.store_redis import RedisStore
 from picker.quota.stores import open_store
@@ -147,13 +147,14 @@ async def test_what_an_empty_redis_does_not_know_is_charged_once() -> None:
         server.kill()
         server.start()
         await back(desk.store)
+        lines = [line_of(check, desk.clock.now) for check in desk.plan(ALICE).checks]
         changes = await desk.store.changes(desk.policy.version)
         assert changes.version == "" and changes.whole
         assert await desk.store.settle(id, spent(200, 50)) is None
-        assert await desk.store.charge(id, ALICE, "m", answer.lines, spent(200, 50))
-        assert not await desk.store.charge(id, ALICE, "m", answer.lines, spent(200, 50))
+        assert await desk.store.charge(id, ALICE, "m", lines, spent(200, 50))
+        assert not await desk.store.charge(id, ALICE, "m", lines, spent(200, 50))
         assert await desk.store.settle(id, spent(200, 50)) is False
-        counts = await desk.store.counts([line.key for line in answer.lines])
+        counts = await desk.store.counts([line.key for line in lines])
         assert [count.value for count in counts] == [250, 250]
         assert counts[1].level == pytest.approx(250, abs=25)
         assert await desk.store.verify() == []
