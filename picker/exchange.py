@@ -331,10 +331,13 @@ class Exchange:
         """The request's body by the pick's splice; None where there is none, or no way for it."""
         if pick.splice is None:
             return None
+        mode = self._request_mode
+        kept = mode is BodyMode.BUFFERED  # by Envoy, up to our limit
         if (
             body is None
             or not self._read_usage
-            or self._request_mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
+            or not (kept or mode is BodyMode.FULL_DUPLEX_STREAMED)
+            or (kept and len(body) + pick.splice.growth > self._max_body)
             or self._response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # not all is shown
         ):
             pick.splice = None

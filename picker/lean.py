@@ -336,23 +336,32 @@ class Connection(asyncio.Protocol):
         except Refusal as refusal:
             return refusal
         told = self._headers.get(REQUEST_ID)
+        room = self._server.max_body - len(body)  # Envoy keeps no body that has grown over it
         if isinstance(pick, Pick):
-            return self._picked(pick, name, told)
-        self._waiting = asyncio.create_task(self._answer_later(pick, name, told))
+            return self._picked(pick, name, told, room)
+        self._waiting = asyncio.create_task(self._answer_later(pick, name, told, room))
         return None
 
-    async def _answer_later(self, pick: Awaitable[Pick], name: str, told: str | None) -> None:
+    async def _answer_later(
+        self, pick: Awaitable[Pick], name: str, told: str | None, room: int
+    ) -> None:
         answer: str | Refusal
         try:
-            answer = self._picked(await pick, name, told)
+            answer = self._picked(await pick, name, told, room)
         except Refusal as refusal:
             answer = refusal
         self._waiting = None
         if self._transport is not None:
             self._answer(answer)
 
-    def _picked(self, pick: Pick, name: str, told: str | None) -> str:
-        """The answer's headers; `name` is the stream's, `told` the request id that came."""
+    def _picked(self, pick: Pick, name: str, told: str | None, room: int) -> str:
+        """The answer's headers.
+
+        Args:
+            name: the stream's.
+            told: the request id that came.
+            room: bytes that the body may gain.
+        """
         self._server.tickets.open(name, pick)
         lines = pick.destination
         if pick.request_id != told:  # the client's was unfit
@@ -360,7 +369,7 @@ class Connection(asyncio.Protocol):
         for header, value in pick.client_headers:
             lines += f"\r\n{header}: {value}"
         if pick.splice is not None:
-            if self._server.reads_usage:
+            if self._server.reads_usage and pick.splice.growth <= room:
                 lines += _splice(pick.splice)
             else:
                 pick.splice = None

@@ -32,6 +32,11 @@ class Splice(NamedTuple):
     drop: int  # bytes that go
     text: bytes  # printable ASCII that begins and ends with none of its spaces
 
+    @property
+    def growth(self) -> int:
+        """Bytes that a body gains."""
+        return len(self.text) - self.drop
+
     def apply(self, body: bytes) -> bytes:
         """The changed body."""
         view = memoryview(body)

@@ -104,8 +104,7 @@ def config_for(pods: Sequence[Pod], addresses: Sequence[str] = (), **settings: A
     return Config(
         listen=ANY_PORTS,
         pool=settings.pop("pool", PoolSection(endpoints=endpoints)),
-        envoy=Envoy(profile=settings.pop("profile", "standard")),
-        **settings,
+        **{"envoy": Envoy(profile=settings.pop("profile", "standard")), **settings},
     )
 
 

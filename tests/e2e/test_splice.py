@@ -17,7 +17,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 import picker.envoy
-from picker.config import Config, Envoy
+from picker.config import Config, Envoy, Size
 from picker.envoy.bootstrap import bootstrap
 from picker.names import SPLICE
 from picker.sse import MAX_EVENT, UsageStripper
@@ -116,6 +116,22 @@ async def test_bodies_of_any_length(gateway: Gateway, size: int, in_pieces: bool
     assert await answered(gateway, parts if in_pieces else body) == PLAIN
     seen = asked(gateway.pods)[1]
     assert seen == body.replace(b'"include_usage": false', b'"include_usage": true')
+
+
+@pytest.mark.parametrize("fail_open", [False, True])
+async def test_the_longest_body(profile: Any, fail_open: bool) -> None:
+    """What Envoy keeps of a body may not grow over its limit; in full duplex it keeps nothing."""
+    settings = Envoy(profile=profile, fail_open=fail_open)
+    keeps = profile == "lean" or fail_open
+    async with running_gateway(envoy=settings, max_body=Size(100_000)) as gateway:
+        gateway.service.director.wants_usage = lambda request: True
+        grows = len(OPTIONS) + 1
+        for size in (100_000 - grows, 100_000 - grows + 1, 100_000):
+            body = chat(stream=True)
+            body += b" " * (size - len(body))
+            assert await answered(gateway, body) == PLAIN
+            spliced = not keeps or size + grows <= 100_000
+            assert len(asked(gateway.pods)[1]) == size + grows * spliced
 
 
 async def pieces(*parts: bytes) -> AsyncIterator[bytes]:

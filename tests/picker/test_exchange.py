@@ -612,6 +612,16 @@ def test_full_duplex_sends_the_spliced_body_without_a_length(pad: int) -> None:
     assert talk.director.picks[0].splice == ASKED
 
 
+@pytest.mark.parametrize("room", [-1, 0])
+def test_a_body_that_the_gateway_keeps_does_not_grow_over_the_limit(room: int) -> None:
+    for mode in (DUPLEX, BodyMode.BUFFERED):
+        talk = Talk(mode, max_body=len(SPLICED) + room)
+        talk.director.splice = ASKED
+        talk.send(STREAMED)
+        fits = mode is DUPLEX or room == 0
+        assert (talk.director.picks[0].splice is not None) is fits
+
+
 def test_trailers_follow_the_spliced_body() -> None:
     talk = spliced(DUPLEX)
     talk.exchange.request_headers(POST, False, None)

@@ -183,6 +183,17 @@ async def test_a_splice_is_named_where_the_answer_is_read(usage: bool) -> None:
         assert SPLICE not in (await envoy.answer()).headers
 
 
+async def test_a_body_does_not_grow_over_the_limit(picker: Picker, envoy: Client) -> None:
+    picker.director.splice = Splice(1, 0, b"12345")
+    for room, fits in ((5, True), (4, False)):
+        for hold in (None, asyncio.Event()):
+            picker.director.hold = hold
+            if hold is not None:
+                hold.set()
+            envoy.send(post(BODY.ljust(LIMIT - room), name=f"{room} {hold}"))
+            assert (SPLICE in (await envoy.answer()).headers) is fits
+
+
 async def test_what_comes_on_one_connection_does_not_mix(picker: Picker, envoy: Client) -> None:
     envoy.send(post(b"", method="GET", path="/pick/v1/models", name="1", content_length="0"))
     assert (await envoy.answer()).status == 200
