@@ -461,9 +461,7 @@ class RedisStore:
 
 def _client(url: str) -> Any:
     parts = urlsplit(url)
-    scheme, plus, cluster = parts.scheme.partition("+")
-    if plus and cluster != "cluster":
-        raise QuotaError(f"{parts.scheme!r} is no kind of Redis: write redis+cluster://")
+    scheme, _, cluster = parts.scheme.partition("+")
     plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
     options: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
