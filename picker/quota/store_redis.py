@@ -30,7 +30,7 @@ from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter
 from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
-from picker.quota.model import QuotaError, Subject
+from picker.quota.model import QuotaError
 from picker.quota.plan import (
     DAY,
     NO_RATE,
@@ -43,7 +43,16 @@ from picker.quota.plan import (
     Standing,
     line_of,
 )
-from picker.quota.policy import Record
+from picker.quota.redis_values import (
+    counter_of,
+    entry_of,
+    entry_texts,
+    flat_lines,
+    packed_counter,
+    packed_reservation,
+    record_of,
+    reservation_of,
+)
 from picker.quota.store import (
     KEPT_DAYS,
     MAX_AUDIT,
@@ -81,10 +90,6 @@ LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
-_COUNTER = msgspec.msgpack.Decoder(list[float])
-_HELD = msgspec.msgpack.Decoder(tuple[str, str, float, float, bool, str, list[int], list[int]])
-_ENTRY = msgspec.json.Decoder(Entry)
-_SUBJECT = msgspec.json.Decoder(Subject)
 
 
 class _Granted(msgspec.Struct, array_like=True, tag="granted"):
@@ -198,7 +203,7 @@ class RedisStore:
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
-        elsewhere = _pack((subject, model, _flat_lines(lines)))
+        elsewhere = _pack((subject, model, flat_lines(lines)))
         answer = await self._run("settle", [], _pack((id, *spent)), elsewhere)
         return bool(answer == b"settled")
 
@@ -209,7 +214,7 @@ class RedisStore:
     async def changes(self, version: str) -> Changes:
         now, how, flat = await self._run("changes", [], version)
         records = zip(flat[::2], flat[1::2], strict=True)
-        found = {name.decode(): _record(raw) for name, raw in records}
+        found = {name.decode(): record_of(raw) for name, raw in records}
         return Changes(now.decode(), found, how == b"whole")
 
     async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
@@ -218,7 +223,7 @@ class RedisStore:
             for name, expected, subject in changes
         ]
         tag = secrets.token_hex(4)
-        raw = await self._run("write", [], tag, _pack(packed), _pack(_entries(entries)))
+        raw = await self._run("write", [], tag, _pack(packed), _pack(entry_texts(entries)))
         answer = _WRITTEN.decode(raw)
         if isinstance(answer, _Conflict):
             raise Conflict(answer.name, answer.expected, answer.found)
@@ -229,13 +234,13 @@ class RedisStore:
             (key, False if amount is None else amount, rate, until)
             for key, amount, rate, until in corrections
         ]
-        await self._run("correct", [], _pack(packed), _pack(_entries(entries)))
+        await self._run("correct", [], _pack(packed), _pack(entry_texts(entries)))
 
     async def counts(self, keys: Sequence[str]) -> list[Count]:
         if not keys:
             return []
         now, found = await self._run("counts", [self._counter_key(key) for key in keys])
-        return [count(_counter(raw), float(now)) for raw in found]
+        return [count(counter_of(raw), float(now)) for raw in found]
 
     async def reservations(self, subject: str = "") -> list[Reservation]:
         await self._run("expire", [])
@@ -268,7 +273,7 @@ class RedisStore:
     async def audit(self, subject: str = "", limit: int = 100) -> list[Entry]:
         async with self._answers():
             found = await self._client.lrange(self._key("audit"), 0, -1 if subject else limit - 1)
-        entries = (_entry(raw) for raw in found)
+        entries = (entry_of(raw) for raw in found)
         return [entry for entry in entries if subject in ("", entry.subject)][:limit]
 
     async def verify(self) -> list[Fault]:
@@ -300,12 +305,12 @@ class RedisStore:
             for key, counter in dump.counters.items():
                 held = max(counter.until, now + KEPT_DAYS * DAY if counter.open else 0.0)
                 lasts = max(held, now) + 60
-                raw = _pack(_row(counter, lasts))
+                raw = _pack(packed_counter(counter, lasts))
                 pipeline.set(self._counter_key(key), raw, px=int((lasts - now) * 1000))
             for reservation in dump.reservations:
                 held_key = self._key(f"r:{reservation.id}")
                 lives = int((reservation.expires - now + LATE_SECONDS) * 1000) + 60_000
-                pipeline.set(held_key, _pack(_held(reservation)), px=lives)
+                pipeline.set(held_key, _pack(packed_reservation(reservation)), px=lives)
                 pipeline.zadd(self._key("due"), {reservation.id: reservation.expires})
                 pipeline.expire(self._key("due"), KEPT_DAYS * DAY)
             for (day, subject, model), use in dump.uses.items():
@@ -382,7 +387,7 @@ class RedisStore:
                 checks += (number(draw.key), draw.amount, draw.expires)
                 until = draw.expires + DAY
                 lines.append(Line(draw.key, 0, check.what, 0, True, NO_RATE, until))
-        return _Packed(start, end, list(keys), _pack(checks), _flat_lines(lines))
+        return _Packed(start, end, list(keys), _pack(checks), flat_lines(lines))
 
     async def _run(self, name: str, keys: Sequence[bytes], *values: bytes | str) -> Any:
         """Run a script, which the server may have to be told first.
@@ -443,7 +448,7 @@ class RedisStore:
             keys = [self._key(f"r:{id.decode()}") for id in ids]
             found = await self._client.mget(keys) if keys else []
         pairs = zip(ids, found, strict=True)
-        return [_reservation(id.decode(), raw) for id, raw in pairs if raw]
+        return [reservation_of(id.decode(), raw) for id, raw in pairs if raw]
 
     async def _all_counters(self) -> dict[str, Counter]:
         pattern = _escaped(self._counter_key("")) + b"*"
@@ -455,15 +460,13 @@ class RedisStore:
         return {
             key[skip:].decode(): counter
             for key, raw in pairs
-            if (counter := _counter(raw)) is not None
+            if (counter := counter_of(raw)) is not None
         }
 
 
 def _client(url: str) -> Any:
     parts = urlsplit(url)
-    scheme, plus, cluster = parts.scheme.partition("+")
-    if plus and cluster != "cluster":
-        raise QuotaError(f"{parts.scheme!r} is no kind of Redis: write redis+cluster://")
+    scheme, _, cluster = parts.scheme.partition("+")
     plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
     options: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
@@ -486,66 +489,6 @@ def _script(name: str) -> tuple[str, str]:
     parts = (*SHARED[name], name)
     source = "\n".join((directory / f"{each}.lua").read_text() for each in parts)
     return source, sha1(source.encode(), usedforsecurity=False).hexdigest()
-
-
-def _counter(raw: bytes | None) -> Counter | None:
-    if raw is None:
-        return None
-    value, settled, rate, level, at, seq, until, _, *flat = _COUNTER.decode(raw)
-    lows = [(int(number), low) for number, low in zip(flat[::2], flat[1::2], strict=True)]
-    return Counter(int(value), int(settled), rate, level, at, int(seq), lows, until)
-
-
-def _row(counter: Counter, lasts: float) -> list[float]:
-    numbers = [counter.value, counter.settled, counter.rate, counter.level, counter.at]
-    lows = [number for low in counter.lows for number in low]
-    return [*numbers, counter.seq, counter.until, lasts, *lows]
-
-
-def _flat_lines(lines: Sequence[Line]) -> str:
-    flat: list[Any] = []
-    for line in lines:
-        flat += (line.key, line.what, line.draws, line.rate, line.until)
-    return msgspec.json.encode(flat).decode()
-
-
-def _reservation(id: str, raw: bytes) -> Reservation:
-    subject, model, ttl, expires, expired, text, amounts, seqs = _HELD.decode(raw)
-    flat = msgspec.json.decode(text)
-    lines = []
-    for index, (amount, seq) in enumerate(zip(amounts, seqs, strict=True)):
-        key, what, draws, rate, until = flat[5 * index : 5 * index + 5]
-        lines.append(Line(key, amount, what, seq, draws, rate, until))
-    return Reservation(id, subject, model, tuple(lines), ttl, expires, expired)
-
-
-def _held(held: Reservation) -> list[Any]:
-    amounts, seqs = [line.amount for line in held.lines], [line.seq for line in held.lines]
-    lines = _flat_lines(held.lines)
-    return [
-        held.subject,
-        held.model,
-        held.ttl,
-        held.expires,
-        held.expired,
-        lines,
-        amounts,
-        seqs,
-    ]
-
-
-def _record(raw: bytes) -> Record | None:
-    revision, _, text = raw.partition(b":")
-    return Record(int(revision), _SUBJECT.decode(text)) if text else None
-
-
-def _entries(entries: Sequence[Entry]) -> list[str]:
-    return [msgspec.json.encode(entry).decode() for entry in entries]
-
-
-def _entry(raw: bytes) -> Entry:
-    revision, _, text = raw.partition(b":")
-    return _ENTRY.decode(text)._replace(revision=int(revision))
 
 
 def _escaped(pattern: bytes) -> bytes:

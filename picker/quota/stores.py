@@ -1,14 +1,16 @@
-"""Stores by their URL."""
+"""Stores by their URL, and the settings of quotas as a whole."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from picker.config import Quota
 from picker.quota.model import QuotaError
 from picker.quota.store import Store, StoreDown
 from picker.quota.store_memory import MemoryStore
 from picker.quota.store_sqlite import SQLiteStore
+from picker.quota.windows import load_zone
 
 
 def open_store(url: str, timeout: float = 0.1, *, create: bool = True) -> Store:
@@ -23,24 +25,51 @@ def open_store(url: str, timeout: float = 0.1, *, create: bool = True) -> Store:
         QuotaError: it is no store's URL, or the file cannot be opened.
         StoreDown: the file is not there.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "memory":
+    kind = _kind(url)
+    if kind == "memory":
         return MemoryStore()
-    if parts.scheme == "sqlite" and parts.path and not parts.netloc:
-        path = Path(unquote(parts.path))
+    if kind == "sqlite":
+        path = Path(unquote(urlsplit(url).path))
         if not create and not path.exists():
             raise StoreDown(
                 f"there is no store at {path}: name another with --store, or make it with a write"
             )
         return SQLiteStore(path, timeout)
-    if parts.scheme.partition("+")[0] in ("redis", "rediss") and parts.netloc:
-        try:
-            from picker.quota.store_redis import RedisStore
-        except ImportError:
-            raise QuotaError(
-                f"{url!r} needs Redis' client: pip install 'warmpath[redis]'"
-            ) from None
-        return RedisStore(url, timeout)
+    try:
+        from picker.quota.store_redis import RedisStore
+    except ImportError:
+        raise QuotaError("Redis needs a client: pip install 'warmpath[redis]'") from None
+    return RedisStore(url, timeout)
+
+
+def check_settings(settings: Quota) -> None:
+    """Whether quotas can be had with these settings; the store is not opened.
+
+    Raises:
+        QuotaError: naming the key.
+    """
+    try:
+        _kind(settings.store)
+    except QuotaError as problem:
+        raise QuotaError(f"quota.store: {problem}") from None
+    try:
+        load_zone(settings.zone)
+    except QuotaError as problem:
+        raise QuotaError(f"quota.zone: {problem}") from None
+
+
+def _kind(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme == "memory":
+        return "memory"
+    if parts.scheme == "sqlite" and parts.path and not parts.netloc:
+        return "sqlite"
+    if parts.scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and parts.hostname:
+        return "redis"
     raise QuotaError(
         f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
         "or redis://HOST:6379/0"

@@ -64,15 +64,17 @@ class Wire:
             if self._line is not None and not self._line.closed:
                 return self._line
             loop = asyncio.get_running_loop()
+            line = _Line(loop, self._timeout)
             try:
                 async with asyncio.timeout(self._timeout):
-                    _, line = await loop.create_connection(
-                        lambda: _Line(loop, self._timeout), self._host, self._port
-                    )
+                    await loop.create_connection(lambda: line, self._host, self._port)
                     for command in self._greeting:
                         await line.send(command)
-            except TimeoutError:
-                raise WireError("no connection in time") from None
+            except BaseException as problem:
+                line.end(WireError("not connected"))
+                if isinstance(problem, TimeoutError):
+                    raise WireError("no connection in time") from None
+                raise
             self._line = line
             return line
 

@@ -6,12 +6,11 @@ import asyncio
 import socket
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from picker.quota.model import QuotaError, Subject
+from picker.quota.model import Subject
 from picker.quota.plan import FREE, Denied, Granted, line_of
 from picker.quota.store import Correction, Entry, Stale, StoreDown
 from picker.quota.store_redis import RedisStore
@@ -251,14 +250,3 @@ async def joined(nodes: list[RedisServer]) -> None:
                     if info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3":
                         break
                     await asyncio.sleep(0.05)
-
-
-@pytest.mark.parametrize("url", ["redis+sentinel://host/0", "redis://host:port/0", "redis:nothing"])
-def test_urls_that_cannot_be_used_are_refused(url: str) -> None:
-    with pytest.raises(QuotaError):
-        open_store(url)
-
-
-async def test_a_missing_directory_is_no_redis(tmp_path: Path) -> None:
-    with pytest.raises(QuotaError, match="no store"):
-        open_store(str(tmp_path))
