@@ -21,6 +21,9 @@ from prometheus_client import REGISTRY, generate_latest
 from picker.config import Config, as_data
 from picker.document import plain
 from picker.exposition import CONTENT_TYPE
+from picker.fairness_view import FairnessView
+from picker.flow_gauges import FlowGauges
+from picker.gate import Gate
 from picker.gauges import PoolGauges
 from picker.journal import SIZE, Journal, detail, summary
 from picker.load import Load
@@ -29,6 +32,7 @@ from picker.pool import Pool
 from picker.prefix.gauges import EventGauges
 from picker.prefix.match import PrefixProducer
 from picker.prefix.view import EventsView
+from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
 from picker.request import parse
 
@@ -55,6 +59,7 @@ class Views:
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
+    gate: Gate | None = None  # where there are quotas or flow control
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -72,6 +77,7 @@ def make_app(views: Views) -> web.Application:
             web.get("/debug/state", pages.state),
             web.get("/debug/decisions", pages.decisions),
             web.get("/debug/index", pages.prefix_index),
+            web.get("/debug/fairness", pages.fairness),
             web.post("/debug/lookup", pages.lookup),
         ]
     )
@@ -85,6 +91,8 @@ class Pages:
         self._views = views
         self._gauges = PoolGauges(views.pool, views.load, views.prefix)
         self._events = None if views.events is None else EventsView(views.events, views.pool)
+        self._gate = views.gate
+        self._fairness = _fairness_view(views)
         self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
@@ -98,6 +106,7 @@ class Pages:
             f"/debug/decisions?limit={DEFAULT_LIMIT}        the last picks, newest first\n"
             "/debug/decisions?request_id=ID    one pick, with the scores of every candidate\n"
             "/debug/index                      what pods told by KV events that they hold\n"
+            f"/debug/fairness?limit={DEFAULT_LIMIT}         what tenants got, and what waits\n"
             "/debug/lookup?path=PATH           POST a request's body: who holds its prompt\n"
         )
         return web.Response(text=text)
@@ -108,6 +117,10 @@ class Pages:
         all_pages = [self._gauges.page(), self._views.metrics.page()]
         if self._events is not None:
             all_pages.append(EventGauges(self._events).page())
+        if self._fairness is not None:
+            all_pages.append(FlowGauges(self._fairness).page())
+        if self._gate is not None and self._gate.quotas is not None:
+            all_pages.append(QuotaGauges(self._gate.quotas).page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -164,6 +177,7 @@ class Pages:
                 "pool": {"name": views.pool.name, "revision": views.pool.revision, "pods": pods},
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
+                "gate": self._gate_state(),
             }
         )
 
@@ -181,6 +195,23 @@ class Pages:
         limit = _limit(request.query.get("limit"))
         picks = [summary(pick) for pick, _ in zip(reversed(journal), range(limit), strict=False)]
         return _json({"decisions": picks})
+
+    async def fairness(self, request: web.Request) -> web.Response:
+        """What waits, and what tenants got, by priority; `limit` tenants of each at most."""
+        limit = _limit(request.query.get("limit"))
+        if self._fairness is None:
+            raise Refusal(404, "no_flow", "there is no flow control: flow.enabled is false")
+        return _json(self._fairness.page(limit))
+
+    def _gate_state(self) -> dict[str, object] | None:
+        """What requests pass before their picks; None where that is nothing."""
+        if self._gate is None:
+            return None
+        flow, quotas = self._gate.flow, self._gate.quotas
+        return {
+            "flow": flow and {"waiting": flow.waiting, "running": flow.running},
+            "quota": quotas and {"storeUp": quotas.store_up, "owed": quotas.owed},
+        }
 
     async def prefix_index(self, request: web.Request) -> web.Response:
         """The index of KV events, and those who feed it."""
@@ -207,6 +238,13 @@ class Pages:
             mode = self._views.config().prefix.mode
             raise Refusal(404, "no_index", f"no KV events are followed: prefix.mode is {mode}")
         return self._events
+
+
+def _fairness_view(views: Views) -> FairnessView | None:
+    if views.gate is None or views.gate.flow is None:
+        return None
+    settings = views.config().flow
+    return FairnessView(views.gate, views.gate.flow, views.pool, views.load, settings)
 
 
 @web.middleware

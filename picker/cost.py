@@ -31,7 +31,7 @@ class TokenCost:
             )
         return cost
 
-    def most(self, tokens: int, requests: int) -> float:
+    def most(self, tokens: float, requests: int) -> float:
         """No requests, of which there are at most so many with at most so many tokens, cost more.
 
         With what the pods hold at once this is U of the paper: the counters of two tenants that

@@ -62,7 +62,9 @@ class Pick:
     _director: Director
     _session: bytes  # its key
     splice: Splice | None = None  # what its body is changed by on its way
-    passage: Passage | None = None  # through the gate, where there is one
+    passage: Passage | None = None  # through the gate, while it runs, where there is one
+    tenant: str | None = None  # the same, to be kept
+    waited: float | None = None  # seconds in the queue of flow control, where there is one
     status: int | None = None
     first_token_seconds: float | None = None
     usage: Usage | None = None
@@ -215,6 +217,7 @@ class Director:
             raise self._refusal(problem) from None
         if passage is not None:
             pick.passage = passage
+            pick.tenant, pick.waited = passage.caller.tenant, passage.waited
             passage.picked(pick.endpoint)
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick

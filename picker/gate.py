@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from picker.config import Config
 from picker.engines import LoadReport
 from picker.flow import Flow
+from picker.flow_gauges import Waits
 from picker.identity import Caller, Identities, Owner
 from picker.load import Load
 from picker.pool import Endpoint, Pool
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.store import Store
+from picker.quota.stores import check_settings
 from picker.request import LLMRequest
 from picker.running_output import RunningOutput
 from picker.saturation import Saturation
@@ -38,8 +40,10 @@ class Passage:
     _gate: Gate
     admission: Admission | None = None
     visit: Visit | None = None
-    tokens_seen: int = 0  # of the answer, as it passed; 0 where nobody sees it
+    most_output: int | None = None  # tokens, where the request limits them
     endpoint: Endpoint | None = None  # that it is on
+    estimated: int = 0  # tokens of the answer so far, by the pod's pace
+    _streamed: int = 0  # those that passed
     _over: bool = False
 
     @property
@@ -55,9 +59,14 @@ class Passage:
         """Another endpoint than the picked one answers it."""
         self._gate.moved(self, served)
 
+    @property
+    def tokens_seen(self) -> int:
+        """Of the answer so far: as they passed; where nobody sees them, as estimated."""
+        return self._streamed or self.estimated
+
     def streamed(self, tokens: int) -> None:
         """So many more tokens of the answer have passed."""
-        self.tokens_seen += tokens
+        self._streamed += tokens
         self._gate.streamed(self)
 
     def left(self, usage: Usage | None) -> None:
@@ -65,6 +74,11 @@ class Passage:
         if not self._over:
             self._over = True
             self._gate.left(self, usage)
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds in the queue; None where there is none."""
+        return None if self.visit is None else self.visit.waited
 
     def spent(self) -> Usage:
         """What it used where its answer did not tell: the prompt, and what was seen or reserved."""
@@ -81,17 +95,24 @@ class Gate:
     """
 
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
+        if config.quota.enabled:
+            check_settings(config.quota)
+        if not config.usage:
+            raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
-        self.quotas: Quotas | None = None  # once it has started
+        self.store: Store | None = None  # of quotas, once it has started
+        self.quotas: Quotas | None = None  # the same
         self.identities = Identities(config.identity, self._owner)
         self.flow: Flow | None = None
         self.running = RunningOutput(self._estimated)
+        self.waits = Waits()
+        self.longest_prompt = 0  # tokens, of the requests that came
+        pool.listen(self.running)
+        load.on_report = self._told
         self.saturation: Saturation | None = None
         if config.flow.enabled:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)
-            pool.listen(self.running)
-            load.on_report = self._told
         self._settling: set[asyncio.Task[None]] = set()
 
     async def start(self, store: Callable[[], Store]) -> None:
@@ -101,16 +122,21 @@ class Gate:
             ValueError: it cannot be.
         """
         if self._settings.enabled:
-            self.quotas = Quotas(store(), self._settings)
+            self.store = store()
+            self.quotas = Quotas(self.store, self._settings)
             await self.quotas.start()
 
     async def stop(self) -> None:
         """Refuse what waits, and settle what has ended."""
         if self.flow is not None:
             self.flow.close()
-        await asyncio.gather(*self._settling)
+        await self.settled()
         if self.quotas is not None:
             await self.quotas.close()
+
+    async def settled(self) -> None:
+        """Wait until the quotas know of all that has ended."""
+        await asyncio.gather(*self._settling)
 
     async def enter(self, request: LLMRequest) -> Passage:
         """Wait until a request may go.
@@ -119,7 +145,8 @@ class Gate:
             Refusal: it may not.
         """
         caller = await self._caller(request)
-        passage = Passage(caller, request.prompt_tokens, self)
+        passage = Passage(caller, request.prompt_tokens, self, most_output=request.most_output)
+        self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
         try:
             if self.quotas is not None:
                 passage.admission = await self._admit(self.quotas, caller, request)
@@ -134,6 +161,7 @@ class Gate:
                 turn = self.flow.wait(visit)
                 if turn is not None:
                     await turn
+                self.waits.observe(visit.priority, visit.waited or 0.0)
         except BaseException:  # also of a client that left
             passage.left(None)
             raise
@@ -168,9 +196,9 @@ class Gate:
 
     def picked(self, passage: Passage, endpoint: Endpoint) -> None:
         passage.endpoint = endpoint
+        self.running.began(passage, endpoint)
         if self.flow is not None and passage.visit is not None:
             self.flow.picked(passage.visit)
-            self.running.began(passage, endpoint)
 
     def moved(self, passage: Passage, served: Endpoint) -> None:
         if passage.endpoint is not None:
@@ -178,15 +206,15 @@ class Gate:
         passage.endpoint = served
 
     def streamed(self, passage: Passage) -> None:
+        if passage.endpoint is not None:  # what is counted need not be estimated
+            self.running.ended(passage, passage.endpoint)
         if passage.visit is not None and self.flow is not None:
-            if passage.endpoint is not None:  # what is counted need not be estimated
-                self.running.ended(passage, passage.endpoint)
             self.flow.streamed(passage.visit, passage.tokens_seen)
 
     def left(self, passage: Passage, usage: Usage | None) -> None:
+        if passage.endpoint is not None:
+            self.running.ended(passage, passage.endpoint)
         if passage.visit is not None and self.flow is not None:
-            if passage.endpoint is not None:
-                self.running.ended(passage, passage.endpoint)
             if usage is None:
                 self.flow.left(passage.visit)
             else:
@@ -197,6 +225,9 @@ class Gate:
             settling.add_done_callback(self._settling.discard)
 
     def _estimated(self, passage: Passage, tokens: int) -> None:
+        if passage.most_output is not None:
+            tokens = min(tokens, passage.most_output)
+        passage.estimated = max(passage.estimated, tokens)
         if passage.visit is not None and self.flow is not None:
             self.flow.streamed(passage.visit, tokens)
 

@@ -61,6 +61,8 @@ def summary(pick: Pick) -> dict[str, Any]:
         "pickedAt": pick.picked_at,  # Unix seconds
         "model": pick.model,
         "path": pick.path,
+        "tenant": pick.tenant,  # None where no quotas and no queue ask for it
+        "waitedSeconds": pick.waited,  # None without a queue
         "endpoint": pick.endpoint.address,  # that serves it
         "picked": list(pick.decision.endpoints),  # with those to fall back to
         "promptTokens": pick.prompt_tokens,

@@ -211,6 +211,7 @@ class Service:
             metrics=self._metrics,
             config=lambda: self.config,
             not_ready=lambda: self._not_ready,
+            gate=self._gate,
         )
 
 

@@ -84,6 +84,7 @@ class VirtualTokenCounter:
         self._entries = 0
         self._last: Counter | None = None  # of the tenant that last stopped waiting
         self.num_waiting = 0  # tenants
+        self.lifts = 0  # of all tenants, also of those that are forgotten
 
     def __iter__(self) -> Iterator[Counter]:
         """All that are remembered."""
@@ -113,6 +114,7 @@ class VirtualTokenCounter:
             if behind > 0:
                 counter.value = level
                 counter.lifts += 1
+                self.lifts += 1
                 counter.lifted += behind
             # A refund of what was charged before would have left more to lift: it must not
             # take the counter below this level again.

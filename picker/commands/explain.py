@@ -29,7 +29,8 @@ LIST_COLUMNS = (
     "total",
     "status",
 )
-LEFT = {"when", "request id", "model", "pod", "candidate", "status"}
+GATE_COLUMNS = ("tenant", "waited")  # of a picker with quotas or flow control
+LEFT = {"when", "request id", "model", "pod", "candidate", "status", "tenant"}
 BY = {"events": "KV events", "approximate": "what was sent", "none": "nothing"}
 
 
@@ -58,7 +59,9 @@ def explain(request_id: str | None, admin: str, limit: int, output: str) -> None
     elif not decisions:
         click.echo("the picker has picked nothing yet")
     elif request_id is None:
-        print_table(LIST_COLUMNS, [_row(decision) for decision in decisions], LEFT)
+        gated = any(decision["tenant"] is not None for decision in decisions)
+        rows = [[*_row(each), *(_passage(each) if gated else [])] for each in decisions]
+        print_table([*LIST_COLUMNS, *(GATE_COLUMNS if gated else ())], rows, LEFT)
     else:
         _print_one(decisions[0])
 
@@ -93,6 +96,9 @@ def _print_one(decision: dict[str, Any]) -> None:
     """A pick's own numbers, then a row per candidate."""
     for label, value in zip(LIST_COLUMNS, _row(decision), strict=True):
         click.echo(f"{label:<14}{value}")
+    if decision["tenant"] is not None:
+        for label, value in zip(GATE_COLUMNS, _passage(decision), strict=True):
+            click.echo(f"{label:<14}{value}")
     click.echo(f"{'path':<14}{safe(decision['path'])}")
     click.echo(f"{'matched by':<14}{BY.get(decision['matchedBy'], '?')}")
     fallbacks = ", ".join(decision["picked"][1:]) or "-"
@@ -115,6 +121,11 @@ def _print_one(decision: dict[str, Any]) -> None:
     left_out = decision["considered"] - len(rows)
     if left_out > 0:
         click.echo(f"{left_out} candidates with lower totals are left out")
+
+
+def _passage(decision: dict[str, Any]) -> list[str]:
+    """Whose it is, and how long it waited for its turn."""
+    return [safe(decision["tenant"] or "-"), _milliseconds(decision["waitedSeconds"])]
 
 
 def _predicted(decision: dict[str, Any]) -> str:

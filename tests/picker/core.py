@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from picker.config import Config, EndpointSpec, Prefix, Scheduling
 from picker.director import Director
 from picker.engines import LoadReport
+from picker.gate import Gate
 from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -31,7 +32,9 @@ class Core:
         scorers: dict[str, float] | None = None,
         journal_size: int = 1024,
         max_models: int = 1000,
+        gate: Config | None = None,
     ) -> None:
+        """`gate`: what requests pass before their picks, by its identity, quota and flow."""
         self.now = 1000.0
         config = Config()
         scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})))
@@ -42,6 +45,7 @@ class Core:
         self.pool.listen(self.metrics)
         self.journal = Journal(journal_size)
         self.sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
+        self.gate = None if gate is None else Gate(gate, self.pool, self.load)
         self.director = Director(
             pool=self.pool,
             load=self.load,
@@ -51,6 +55,7 @@ class Core:
             metrics=self.metrics,
             journal=self.journal,
             models=frozenset(models),
+            gate=self.gate,
         )
         self.update(addresses)
 
