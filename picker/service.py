@@ -107,6 +107,8 @@ class Service:
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
         """
+        if self._gate is not None:
+            await self._gate.start()  # before anybody can ask
         listen = self.config.listen
         self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
         ports = Ports(
@@ -115,8 +117,6 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
         )
-        if self._gate is not None:
-            await self._gate.start()
         await self._prefix.start()
         await self._scraper.start()
         return ports
