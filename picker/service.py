@@ -114,6 +114,8 @@ class Service:
             OSError: a port cannot be had. What has started is left for `stop`.
             ValueError: a file that the configuration names cannot be used.
         """
+        if self._gate is not None:
+            await self._gate.start(self._quota_store)  # before anybody can ask
         listen = self.config.listen
         self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
         ports = Ports(
@@ -123,8 +125,6 @@ class Service:
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
             quota=await self._start_quota_admin(servers),
         )
-        if self._gate is not None:
-            await self._gate.start(self._quota_store)
         await self._prefix.start()
         await self._scraper.start()
         return ports

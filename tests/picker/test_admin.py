@@ -59,6 +59,7 @@ def views_of(admin: Admin) -> Views:
         metrics=core.metrics,
         config=lambda: admin.config,
         not_ready=lambda: admin.not_ready,
+        gate=core.gate,
     )
 
 

@@ -20,6 +20,7 @@ from picker.engines import LoadReport
 from picker.journal import detail
 from picker.quota.editor import Editor, Why
 from picker.quota.model import parse_limit
+from picker.quota.store_memory import MemoryStore
 from picker.quota.views import views
 from picker.refusal import Refusal
 from picker.usage import Usage
@@ -46,7 +47,7 @@ class House:
         self.gate = self.core.gate
 
     async def open(self) -> House:
-        await self.gate.start()
+        await self.gate.start(MemoryStore)
         assert self.gate.store is not None
         self.editor = Editor(self.gate.store, "test")
         return self

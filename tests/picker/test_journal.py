@@ -62,6 +62,8 @@ def test_a_summary_follows_its_request_to_the_end() -> None:
         "pickedAt": 0,
         "model": "llama",
         "path": "/v1/completions",
+        "tenant": None,
+        "waitedSeconds": None,
         "endpoint": PODS[0],
         "picked": [PODS[0]],
         "promptTokens": 640,

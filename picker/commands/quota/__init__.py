@@ -44,6 +44,7 @@ COMMANDS = {  # name: (module, one line of help)
     "release": ("counters", "Give back what a stuck reservation holds."),
     "usage": ("books", "Show what was used, by day, subject and model."),
     "top": ("books", "Show who uses most."),
+    "fairness": ("fairness", "Show what tenants got of busy pods, and what waits."),
     "denials": ("books", "Show who was refused last, and by which limit."),
     "audit": ("books", "Show who changed what, and why."),
     "keys": ("keys", "Create, list, rotate and revoke API keys."),
