@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from picker.config import Config, EndpointSpec, Prefix, Scheduling
 from picker.director import Director
@@ -13,6 +13,7 @@ from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.request import LLMRequest, parse
 from picker.schedule import Scheduler
 from picker.sessions import Sessions
@@ -31,13 +32,16 @@ class Core:
         scorers: dict[str, float] | None = None,
         journal_size: int = 1024,
         max_models: int = 1000,
+        producer: Callable[[Pool], PrefixProducer] | None = None,
     ) -> None:
         self.now = 1000.0
         config = Config()
         scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})))
         self.pool = Pool("test")
         self.load = Load(self.pool, clock=lambda: self.now)
-        self.prefix = ApproximatePrefix(self.pool, Prefix())
+        self.prefix: PrefixProducer = (
+            ApproximatePrefix(self.pool, Prefix()) if producer is None else producer(self.pool)
+        )
         self.metrics = PickerMetrics(max_models)
         self.pool.listen(self.metrics)
         self.journal = Journal(journal_size)
