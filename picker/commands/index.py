@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +75,18 @@ def index(context: click.Context, admin: str, output: str, watch: bool, interval
         return
     if watch and output == "json":
         raise click.UsageError("--watch shows tables only")
-    while True:
-        found = ask(admin, "/debug/index", "index")
-        if output == "json":
-            click.echo(json.dumps(found, indent=2))
-            return
-        if watch:
-            click.clear()
-        _print_index(found)
-        if not watch:
-            return
-        try:
+    with suppress(KeyboardInterrupt):  # which ends a watch
+        while True:
+            found = ask(admin, "/debug/index", "index")
+            if output == "json":
+                click.echo(json.dumps(found, indent=2))
+                return
+            if watch:
+                click.clear()
+            _print_index(found)
+            if not watch:
+                return
             time.sleep(interval)
-        except KeyboardInterrupt:
-            return
 
 
 @index.command(epilog=LOOKUP_EXAMPLES)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from picker.prefix.events import Tier
 from picker.prefix.sources import Masks, Sources, bits_of
-from picker.prefix.table import Keys, Rows, Table, column
+from picker.prefix.table import NO_ROWS, Keys, Rows, Table, column
 
 Flags = NDArray[np.bool_]
+
+np.unique(NO_ROWS)  # imports a lot when it is first called: now, not while requests wait
 
 _FREE = -1  # in `above`
 _ROUNDS = 6  # of freeing at once; what is left then is done in the background

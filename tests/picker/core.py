@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from picker.config import Config, EndpointSpec, Prefix, Scheduling
 from picker.director import Director
@@ -14,6 +14,7 @@ from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix
+from picker.prefix.match import PrefixProducer
 from picker.request import LLMRequest, parse
 from picker.schedule import Scheduler
 from picker.sessions import Sessions
@@ -33,14 +34,21 @@ class Core:
         journal_size: int = 1024,
         max_models: int = 1000,
         gate: Config | None = None,
+        producer: Callable[[Pool], PrefixProducer] | None = None,
     ) -> None:
-        """`gate`: what requests pass before their picks, by its identity, quota and flow."""
+        """
+        Args:
+            gate: what requests pass before their picks, by its identity, quota and flow.
+            producer: of the prefix index; None: the approximate one.
+        """
         self.now = 1000.0
         config = Config()
         scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})))
         self.pool = Pool("test")
         self.load = Load(self.pool, clock=lambda: self.now)
-        self.prefix = ApproximatePrefix(self.pool, Prefix())
+        self.prefix: PrefixProducer = (
+            ApproximatePrefix(self.pool, Prefix()) if producer is None else producer(self.pool)
+        )
         self.metrics = PickerMetrics(max_models)
         self.pool.listen(self.metrics)
         self.journal = Journal(journal_size)

@@ -21,6 +21,7 @@ from picker.config import Config, as_data, parse
 from picker.director import Outcome
 from picker.engines import LoadReport
 from picker.metrics import MODEL_METRICS
+from picker.prefix.precise import EventsPrefix
 from picker.usage import Usage
 from tests.picker.core import Core, completion
 
@@ -33,6 +34,7 @@ class Admin:
 
     core: Core
     config: Config = field(default_factory=Config)
+    events: EventsPrefix | None = None
     not_ready: str | None = None
     url: str = ""
 
@@ -54,7 +56,7 @@ def views_of(admin: Admin) -> Views:
         pool=core.pool,
         load=core.load,
         prefix=core.prefix,
-        events=None,
+        events=admin.events,
         journal=core.journal,
         metrics=core.metrics,
         config=lambda: admin.config,
@@ -64,8 +66,8 @@ def views_of(admin: Admin) -> Views:
 
 
 @asynccontextmanager
-async def serving(core: Core) -> AsyncIterator[Admin]:
-    admin = Admin(core)
+async def serving(core: Core, events: EventsPrefix | None = None) -> AsyncIterator[Admin]:
+    admin = Admin(core, events=events)
     server = AdminServer(views_of(admin), "127.0.0.1", 0)
     admin.url = f"http://127.0.0.1:{await server.start()}"
     try:
@@ -182,7 +184,8 @@ async def test_an_unknown_id_is_404(admin: Admin) -> None:
 
 async def test_the_index_names_the_pages(admin: Admin) -> None:
     _, _, text = await admin.get("/")
-    for page in ("/metrics", "/readyz", "/config", "/debug/state", "/debug/decisions"):
+    pages = ("/metrics", "/readyz", "/config", "/debug/state", "/debug/decisions")
+    for page in (*pages, "/debug/index", "/debug/lookup"):
         assert page in text
 
 
@@ -218,6 +221,13 @@ async def test_explain_shows_each_candidates_scores() -> None:
     [other] = [line for line in result.output.splitlines() if f" {PODS[0]} " in line]
     assert "0.000 x 3 = 0.000" in other
     assert f"fallbacks     {PODS[0]}\n" in result.output
+
+
+async def test_explain_shows_by_what_a_prompt_was_matched(admin: Admin) -> None:
+    admin.core.director.pick(completion("Hello", id="x"))
+    result = await run_explain("x", "--admin", admin.url)
+    assert "matched by    what was sent\n" in result.output
+    assert "predicted     ~0\n" in result.output
 
 
 async def test_explain_shows_no_control_characters(admin: Admin) -> None:

@@ -378,3 +378,120 @@ def test_long_lives(seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> Non
         if step % 4 == 0:
             world.check()
     world.end()
+
+
+TOKENS = np.arange(100, dtype=np.uint32)
+
+
+def blocks_of(index: BlockIndex, tokens: np.ndarray = TOKENS) -> list[int]:
+    return index.match(TokenPrompt(tokens)).blocks.tolist()
+
+
+def test_a_pick_counts_before_any_pod_has_told_anything() -> None:
+    index = BlockIndex(3, 1000)
+    index.open(0)
+    index.open(2)
+    lookup = index.match(TokenPrompt(TOKENS))
+    assert lookup.num_blocks(2) == 6  # of 16 tokens, as nobody has told of another size
+    for slot in (1, 2):
+        index.expect(slot, lookup)
+    assert blocks_of(index) == [0, 0, 6]  # the pod at slot 1 tells nothing, and may not exist
+    assert index.stats.held == 0
+
+
+def test_a_wrong_guess_vanishes_and_a_right_one_becomes_true() -> None:
+    index = BlockIndex(2, 1000, fresh=2.0)
+    sources = [index.open(0), index.open(1)]
+    index.expire(100.0)
+    index.tidy()
+    for slot in (0, 1):
+        index.expect(slot, index.match(TokenPrompt(TOKENS)))
+    index.apply(sources[0], [Stored([1, 2, 3, 4, 5, 6], None, TOKENS[:96].tolist(), 16)])
+    for now, expected in ((101.9, [6, 6]), (102.1, [6, 6]), (104.2, [6, 0])):
+        index.expire(now)
+        while index.tidy():
+            pass
+        assert blocks_of(index) == expected
+    index.apply(sources[0], [Removed([6]), Removed([5])])
+    assert blocks_of(index) == [4, 0]
+
+
+def test_what_a_pod_removes_is_gone_though_it_was_expected() -> None:
+    index = BlockIndex(1, 1000)
+    source = index.open(0)
+    index.expect(0, index.match(TokenPrompt(TOKENS)))
+    index.apply(source, [Stored([1, 2, 3, 4, 5, 6], None, TOKENS[:96].tolist(), 16)])
+    index.apply(source, [Removed([3])])
+    assert blocks_of(index) == [2]
+
+
+def test_picks_may_be_told_not_to_count() -> None:
+    index = BlockIndex(1, 1000, fresh=0)
+    index.open(0)
+    index.expect(0, index.match(TokenPrompt(TOKENS)))
+    assert blocks_of(index) == [0]
+
+
+@pytest.mark.parametrize("few", [intake.FEW, 0])
+def test_events_count_in_their_order(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a block that waited for its parent is removed at once."""
+    monkeypatch.setattr(intake, "FEW", few)
+    index = BlockIndex(1, 1000)
+    source = index.open(0)
+    parts = TOKENS[:96].reshape(6, 16).tolist()
+    index.apply(source, [Stored([2], 1, parts[1], 16)])
+    index.apply(
+        source, [Stored([1], None, parts[0], 16), Removed([2]), Stored([3], 2, parts[2], 16)]
+    )
+    assert blocks_of(index) == [1]
+    assert (index.stats.held, index.stats.orphans) == (1, 1)
+    index.apply(
+        source,
+        [
+            Removed([1]),
+            Stored([1], None, parts[0], 16),
+            Stored([1], None, parts[0], 16),
+            Removed([1]),
+            Stored([2], 1, parts[1], 16),
+        ],
+    )
+    assert blocks_of(index) == [3]
+    index.apply(source, [Removed([1])])
+    assert blocks_of(index) == [0]
+
+
+def test_a_block_under_two_hashes_is_held_until_both_are_removed() -> None:
+    index = BlockIndex(1, 1000)
+    source = index.open(0)
+    for name in (1, 2):
+        index.apply(source, [Stored([name], None, [5] * 16, 16)])
+    index.apply(source, [Removed([1])])
+    assert blocks_of(index, np.full(16, 5, np.uint32)) == [1]
+    index.apply(source, [Removed([2])])
+    assert blocks_of(index, np.full(16, 5, np.uint32)) == [0]
+    assert index.stats.unknown_removed == 0
+
+
+def test_a_group_that_is_not_the_first_is_the_main_one_where_it_alone_has_full_attention() -> None:
+    """Of a model whose first group has a sliding window; it costs no counting."""
+    index = BlockIndex(1, 1000)
+    source = index.open(0)
+    tokens = TOKENS[:96].tolist()
+    window = Stored([1, 2], None, tokens[:32], 16, group=0, kind="sliding_window")
+    index.apply(source, [window, Stored([1, 2], None, tokens[:32], 16, group=3)])
+    assert blocks_of(index) == [2]
+    index.apply(source, [Removed([1, 2], group=0)])
+    assert blocks_of(index) == [2]
+    index.apply(source, [Removed([2], group=3)])
+    assert blocks_of(index) == [1]
+    assert index.stats.skipped == 4
+
+
+def test_adapters_are_known_by_name() -> None:
+    index = BlockIndex(1, 1000)
+    source = index.open(0)
+    index.apply(source, [Stored([1], None, [5] * 16, 16, lora_name="a")])
+    assert set(index.adapters) == {"a"}
+    tokens = np.full(16, 5, np.uint32)
+    assert index.match(TokenPrompt(tokens, "a")).blocks.tolist() == [1]
+    assert index.match(TokenPrompt(tokens)).blocks.tolist() == [0]
