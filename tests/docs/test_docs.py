@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 import click
@@ -19,13 +20,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from picker import config, gauges, metrics
+from picker import config, flow_gauges, gauges, metrics
 from picker.admin import Pages
 from picker.admin import make_app as make_admin_app
 from picker.cli import main
 from picker.exposition import Spec
 from picker.filters import FILTERS
 from picker.names import PICK_PATH
+from picker.quota import gauges as quota_gauges
 from picker.schedule import DEFAULT_SCORERS, FRESH
 from picker.service import check_config
 from scorers import SCORERS
@@ -251,11 +253,25 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def specs_of(*modules: ModuleType) -> list[Spec]:
+    return [
+        value
+        for module in modules
+        for found in vars(module).values()
+        for value in (found.values() if isinstance(found, dict) else [found])
+        if isinstance(value, Spec)
+    ]
+
+
 def test_metrics_exist(worker: Server, picker: Server) -> None:
     worker.ask("GET", "/v1/models")  # so that there are series about HTTP
     page = worker.ask("GET", "/metrics")[1].decode() + picker.ask("GET", "/metrics")[1].decode()
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
-    for histogram in re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE):
+    histograms = re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE)
+    for spec in specs_of(flow_gauges, quota_gauges):  # exported where these are switched on
+        exported.add(spec.name)
+        histograms += [spec.name] * (spec.kind == "histogram")
+    for histogram in histograms:
         exported |= {f"{histogram}_{part}" for part in ("bucket", "sum", "count")}
     name = re.compile(
         r"\b(?:vllm|warmpath):\w+|\b(?:process|http_request)_\w+|\bhttp_requests\w+"
@@ -266,13 +282,7 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 
 def test_every_metric_of_the_picker_is_documented() -> None:
-    specs = [
-        value
-        for module in (metrics, gauges)
-        for found in vars(module).values()
-        for value in (found.values() if isinstance(found, dict) else [found])
-        if isinstance(value, Spec)
-    ]
+    specs = specs_of(metrics, gauges, flow_gauges, quota_gauges)
     assert len(specs) > 25
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
