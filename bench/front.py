@@ -14,7 +14,7 @@ import yaml
 
 from bench.envoys import HOST, envoy, plain
 from bench.processes import free_ports, pid, running
-from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, as_data
+from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, Prefix, as_data
 from picker.up.cluster import warmpath_command
 from picker.up.processes import Child
 
@@ -26,6 +26,7 @@ class Setup:
     name: str
     profile: str | None
     usage: bool = True  # the picker reads token usage from responses
+    tokenizer: str | None = None  # the picker follows KV events, with it; None: it guesses
 
 
 PLAIN = Setup("plain", None)
@@ -56,6 +57,9 @@ def picker_config(setup: Setup, addresses: Sequence[str], ports: Sequence[int]) 
             admin=envoy_admin,
             profile="lean" if setup.profile == "lean" else "standard",
         ),
+        prefix=Prefix()
+        if setup.tokenizer is None
+        else Prefix(mode="events", tokenizer=setup.tokenizer),
         usage=setup.usage,
     )
 

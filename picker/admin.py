@@ -216,7 +216,7 @@ class Pages:
     async def prefix_index(self, request: web.Request) -> web.Response:
         """The index of KV events, and those who feed it."""
         tokenizer = self._views.config().prefix.tokenizer
-        return _json(self._precise().all(self._views.metrics, tokenizer))
+        return _json(await self._precise().all(self._views.metrics, tokenizer))
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Which pod holds how much of a prompt. The body is a request's, as a client sends it."""

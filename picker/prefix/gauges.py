@@ -109,7 +109,10 @@ class EventGauges:
         yield from write(CHANGED, changed)
         yield from write(REFUSED, [((reason,), n) for reason, n in index.refused.items()])
         yield from write(MISSED, [((why,), n) for why, n in self._view.missed_tokens().items()])
-        pods = self._view.pods()
+        pods = []
+        for pod in self._view.pods():
+            pods.append(pod)
+            yield ""  # for the same reason
         yield from write(CONNECTED, [((pod.address,), int(pod.connected)) for pod in pods])
         ages = [((pod.address,), pod.age_seconds) for pod in pods]
         yield from write(AGE, [(labels, age) for labels, age in ages if age is not None])

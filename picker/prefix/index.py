@@ -152,9 +152,12 @@ class BlockIndex:
             lookup.keys[size] = keys = prompt_keys(prompt, size)
             counts, weights = depths(self._blocks, self._sources, keys)
             blocks = view.by_slot(counts, np.zeros(self.capacity, np.int32))
-            weighted = view.by_slot(weights, np.zeros(self.capacity, np.float32))
-            weighted *= size
             tokens = blocks * np.int32(size)
+            if weights is None:
+                weighted = tokens.astype(np.float32)
+            else:
+                weighted = view.by_slot(weights, np.zeros(self.capacity, np.float32))
+                weighted *= size
             if len(view.sizes) == 1:
                 lookup.blocks, lookup.tokens, lookup.weighted = blocks, tokens, weighted
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -130,7 +131,7 @@ class Subscriptions:
                 followed.subscriptions = self._subscribe(endpoint, addresses, tools)
                 trouble = "" if addresses else "it says that it publishes no KV events"
             except (OSError, aiohttp.ClientError) as problem:  # TimeoutError is an OSError
-                trouble = str(problem) or f"no answer at {PATH} within {ASK_TIMEOUT:g} s"
+                trouble = _why(problem)
             if trouble and trouble != followed.trouble:
                 log.warning("pod %s: no KV events yet: %s", endpoint.address, trouble)
             followed.trouble = trouble
@@ -168,6 +169,12 @@ class Subscriptions:
                 subscription.close()
             raise
         return subscriptions
+
+
+def _why(problem: Exception) -> str:
+    if isinstance(problem, aiohttp.ClientConnectorError) and problem.errno:
+        return f"cannot connect: {os.strerror(problem.errno)}"
+    return str(problem) or f"no answer at {PATH} within {ASK_TIMEOUT:g} s"
 
 
 class _Tools:

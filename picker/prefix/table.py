@@ -208,15 +208,13 @@ class Table:
         mixed = keys * np.uint64(self._first)
         mixed ^= mixed >> _32
         mixed *= np.uint64(self._second)
-        tags = (mixed << np.uint64(self._row_bits)).astype(
-            np.uint32
-        )  # the low bits, where slots have them
+        tags = mixed.astype(np.uint32)  # its low bits; moved up, to where slots have them
+        tags <<= np.uint32(self._row_bits)
         np.maximum(tags, np.uint32(self._max_row + 1), out=tags)
         mixed >>= _32
-        spread = mixed.view(np.intp)
-        lines = spread & (2 * self._level - 1)
-        if self._num_lines < 2 * self._level:
-            lines -= np.where(lines >= self._num_lines, self._level, 0)
+        lines = mixed.view(np.intp)
+        lines &= 2 * self._level - 1
+        np.subtract(lines, self._level, out=lines, where=lines >= self._num_lines)
         return lines, tags
 
     def _put(self, keys: Keys, rows: Rows) -> None:

@@ -101,10 +101,14 @@ def test_ratios_are_within_a_seed() -> None:
     def run(seconds: float, rate: float) -> Figures:
         return Figures(np.array([seconds] * 5), 0.5, rate, 10.0, 0)
 
-    found = compared(7.0, [run(0.1, 7.0), run(0.2, 7.0)], [run(1.0, 3.5), run(1.0, 7.0)])
-    assert found["first_token_times_shorter"]["p90"] == {"min": 5.0, "median": 7.5, "max": 10.0}
-    assert found["times_throughput"]["max"] == 2.0
-    assert found["warm"]["requests"] == 10
+    warm = [run(0.1, 7.0), run(0.2, 7.0)]
+    robin = [run(1.0, 3.5), run(1.0, 7.0)]
+    found = compared(7.0, {"round_robin": robin, "approximate": warm, "events": robin})
+    shorter = found["approximate"]["first_token_times_shorter"]
+    assert shorter["p90"] == {"min": 5.0, "median": 7.5, "max": 10.0}
+    assert found["approximate"]["times_throughput"]["max"] == 2.0
+    assert found["approximate"]["requests"] == 10
+    assert found["events"]["times_throughput"]["max"] == 1.0
 
 
 def test_the_last_usage_counts() -> None:

@@ -24,8 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FIRST = ["README.md", "docs/serve.md", "docs/api.md", "docs/quick-start.md", "docs/operate.md"]
-PAGES = [  # those that share servers stand together
+_FIRST = [  # those that share servers stand together
+    "README.md",
+    *(f"docs/{name}.md" for name in ("serve", "api", "quick-start", "operate", "prefix")),
+]
+PAGES = [
     *(ROOT / name for name in _FIRST),
     *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / name for name in _FIRST}),
 ]
@@ -50,8 +53,8 @@ _VARYING = [
     (r" {2,}", "  "),
     (r"\b127\.0\.0\.1:800[1-9]\b", "POD"),
     # A turn of a conversation: by the picker, then by round robin, which may have luck.
-    (r"\bworker-\d+  0/\d+  0/\d+  SECONDS  worker-.*", "COLD"),
-    (r"\bworker-\d+  [1-9]\d*/\d+  [1-9]\d*/\d+  SECONDS  worker-.*", "WARM"),
+    (r"\bworker-\d+  0  0/\d+  SECONDS  worker-.*", "COLD"),
+    (r"\bworker-\d+  [1-9]\d*  [1-9]\d*/\d+  SECONDS  worker-.*", "WARM"),
     (r"\b\d+ of \d+ (prompt tokens came|by round robin)", r"N of M \1"),
     (r"\b\d+\.\d times sooner", "N times sooner"),
     (r"\b(chatcmpl|cmpl)-[0-9a-f]+", r"\1-ID"),

@@ -197,6 +197,10 @@ class Runner:
         server.wait_until_ready()
         return server
 
+    def write(self, text: str, name: str) -> None:
+        """A file of the reader's, with free ports in the place of the page's."""
+        (self.directory / name).write_text(self._ports.real(text))
+
     def run(self, block: Block, directory: Path) -> str:
         """What a block prints; AssertionError unless it ends well."""
         interpreter = ["bash", "-euo", "pipefail"] if block.language == "bash" else ["python3"]

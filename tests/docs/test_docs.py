@@ -27,6 +27,7 @@ from picker.cli import main
 from picker.exposition import Spec
 from picker.filters import FILTERS
 from picker.names import PICK_PATH
+from picker.prefix import gauges as prefix_gauges
 from picker.quota import gauges as quota_gauges
 from picker.schedule import DEFAULT_SCORERS, FRESH
 from picker.service import check_config
@@ -46,6 +47,12 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.routing": "bench.routing",
     "python -m bench.schedule": "bench.schedule",
     "python -m bench.policies": "bench.policies",
+}
+OTHERS_FLAGS = {  # of other programs
+    "--disable-hot-restart",
+    "--enable-prompt-tokens-details",
+    "--kv-events-config",
+    "--merge",
 }
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
@@ -74,24 +81,32 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 @pytest.fixture(scope="module")
-def worker(runner: Runner) -> Server:
-    """A worker to look things up at."""
-    return looked_up_at(runner)[0]
+def looked_up_at(runner: Runner) -> list[Server]:
+    """A worker and a picker, for all that is only looked up."""
+    runner.keep([])
+    runner.write(
+        "listen: {grpc: 9002, health: 9003, http: 9004, admin: 9090}\n"
+        'pool: {endpoints: [{address: "127.0.0.1:8000"}]}\n'
+        "prefix: {mode: events, tokenizer: simulated}\n",
+        "looked-up-at.yaml",
+    )
+    return [
+        runner.serve(command, runner.directory)
+        for command in (
+            "warmpath work --simulate instant --port 8000",
+            "warmpath pick -c looked-up-at.yaml",
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
-def picker(runner: Runner) -> Server:
-    """A picker to look things up at."""
-    return looked_up_at(runner)[1]
+def worker(looked_up_at: list[Server]) -> Server:
+    return looked_up_at[0]
 
 
-def looked_up_at(runner: Runner) -> list[Server]:
-    commands = [
-        "warmpath work --simulate instant --port 8000",
-        "warmpath pick --endpoint 127.0.0.1:8000",
-    ]
-    runner.keep(commands)
-    return [runner.serve(command, runner.directory) for command in commands]
+@pytest.fixture(scope="module")
+def picker(looked_up_at: list[Server]) -> Server:
+    return looked_up_at[1]
 
 
 def test_every_command_and_flag_of_quota_is_documented_and_every_command_is_run() -> None:
@@ -195,7 +210,7 @@ def flags_of(command: click.Command) -> set[str]:
 def test_flags_in_the_text_exist(page: Path) -> None:
     flags = set().union(*map(flags_of, commands().values()))
     named = set(re.findall(r"`(--[a-z][a-z-]*)", prose_of(page)))
-    assert not named - flags - {"--merge", "--disable-hot-restart"}  # of other programs
+    assert not named - flags - OTHERS_FLAGS
 
 
 @pytest.mark.parametrize("name", ["up", "work"])
@@ -225,15 +240,15 @@ def command_called(name: str) -> click.Command:
         ("up", "docs/quick-start.md"),
         ("pick", "docs/operate.md"),
         ("explain", "docs/operate.md"),
+        ("index", "docs/prefix.md"),
         ("envoy", "docs/envoy.md"),
     ],
 )
 def test_every_flag_of_the_picker_is_documented(name: str, page: str) -> None:
     text = (ROOT / page).read_text()
-    for each in command_called(name).params:
-        for flag in (*each.opts, *each.secondary_opts):
-            if flag.startswith("--") and flag != "--config":  # which everybody writes as -c
-                assert re.search(rf"{flag}\b(?!-)", text), f"{page} does not tell of {flag}"
+    for flag in flags_of(command_called(name)) - {"--config", "--help"}:  # -c, as everybody writes
+        if flag.startswith("--"):
+            assert re.search(rf"{flag}\b(?!-)", text), f"{page} does not tell of {flag}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -282,8 +297,8 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 
 def test_every_metric_of_the_picker_is_documented() -> None:
-    specs = specs_of(metrics, gauges, flow_gauges, quota_gauges)
-    assert len(specs) > 25
+    specs = specs_of(metrics, gauges, flow_gauges, prefix_gauges, quota_gauges)
+    assert len(specs) > 60
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
     for spec in specs:
@@ -310,11 +325,11 @@ def paths_in(page: Path) -> set[str]:
 
 def test_every_admin_page_is_documented() -> None:
     source = Path(make_admin_app.__code__.co_filename).read_text()
-    paths = re.findall(r'web\.get\("([^"]+)", pages\.(\w+)\)', source)
+    paths = re.findall(r'web\.(get|post)\("([^"]+)", pages\.(\w+)\)', source)
     assert len(paths) > 5
-    for path, method in paths:
+    for verb, path, method in paths:
         assert hasattr(Pages, method)
-        assert f"| `GET {path}` |" in page_text("operate")
+        assert f"| `{verb.upper()} {path}` |" in page_text("operate")
 
 
 def page_text(name: str) -> str:

@@ -489,7 +489,7 @@ async def test_a_pod_is_asked_again_until_it_says(
 
 async def test_a_pod_that_is_not_there_is_awaited(picker: Picker) -> None:
     endpoint = picker.follow(address=f"127.0.0.1:{free_port()}")
-    await until(lambda: "Cannot connect" in picker.subscriptions.trouble(endpoint))
+    await until(lambda: "cannot connect" in picker.subscriptions.trouble(endpoint))
     picker.pool.update([])
     assert picker.subscriptions.trouble(endpoint) == ""
 
