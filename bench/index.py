@@ -33,7 +33,7 @@ AIMS = {
     "events": "300,000 blocks/s on one core",
     "events, 1,000 blocks/s": "below 10 % of one core",
     "memory": "100 bytes a block held by 64 pods; 10 million blocks in 1 GiB",
-    "longest call": "5 milliseconds",
+    "a call": "never above 5 milliseconds",
 }
 
 encode = msgspec.msgpack.Encoder().encode
@@ -94,15 +94,31 @@ def resident() -> int:
     return pages * 4096
 
 
-def fill(index: BlockIndex, sources: list[Source], blocks: int, pods: Pods) -> float:
-    """Store chains of 512 blocks, each held by all sources; the longest call in milliseconds."""
-    longest = 0.0
+def calls(seconds: list[float]) -> dict[str, float]:
+    """How long calls took, in milliseconds."""
+    parts = np.percentile(np.array(seconds) * 1e3, [50, 99, 99.9, 100]).round(2).tolist()
+    return dict(zip(("median", "99 %", "99.9 %", "max"), parts, strict=True))
+
+
+def machine_noise() -> dict[str, float]:
+    """How long a loop of always the same length takes: what of the longest calls is not ours."""
+
+    def loop() -> None:
+        for _ in range(20_000):
+            pass
+
+    return calls([timed(loop) for _ in range(4000)])
+
+
+def fill(index: BlockIndex, sources: list[Source], blocks: int, pods: Pods) -> list[float]:
+    """Store chains of 512 blocks, each held by all sources; the seconds of each call."""
+    taken = []
     while len(index) < blocks:
         names, tokens = pods.names(512), pods.tokens(512 * SIZE).tolist()
         for source in sources:
             event = Stored(names, None, tokens, SIZE)
-            longest = max(longest, timed(index.apply, source, [event]))
-    return round(longest * 1e3, 2)
+            taken.append(timed(index.apply, source, [event]))
+    return taken
 
 
 def lookups(blocks: int, seconds: float) -> dict[str, Any]:
@@ -184,15 +200,15 @@ def intake(seconds: float) -> dict[str, Any]:
         index = BlockIndex(1, 1 << 22)
         source = index.open(0)
         made = messages(shape, pods)
-        rates, longest = [], 0.0
+        rates, each = [], []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(rates) < 10:
             batch = [next(made) for _ in range(20)]
             settle()
             taken = [timed(take_in, index, source, payload) for _, payload in batch]
-            longest = max(longest, *taken)
+            each += taken
             rates.append(sum(blocks for blocks, _ in batch) / sum(taken))
-        figures = {"blocks/s": spread(rates, 0), "longest call, ms": round(longest * 1e3, 2)}
+        figures = {"blocks/s": spread(rates, 0), "a call, ms": calls(each)}
         share = 1000 / float(np.median(rates))
         results[shape] = {**figures, "share of a core at 1,000 blocks/s": round(share, 4)}
     return results
@@ -205,25 +221,25 @@ def memory(blocks: int) -> dict[str, Any]:
     index = BlockIndex(64, blocks + (blocks >> 3))
     sources = [index.open(slot) for slot in range(64)]
     some = min(blocks, 500_000)
-    longest = fill(index, sources, some, Pods(1))
+    taken = fill(index, sources, some, Pods(1))
     shared = (resident() - before) / len(index)
-    longest = max(longest, fill(index, sources[:1], blocks, Pods(2)))
+    taken += fill(index, sources[:1], blocks, Pods(2))
     total = resident() - before
     index.close(sources[0])
     slices, busy = [], True
     while busy:
         started = time.thread_time()
         busy = index.tidy()
-        slices.append((time.thread_time() - started) * 1e3)
+        slices.append(time.thread_time() - started)
     return {
         "blocks": blocks,
         "resident MiB": round(total / 2**20, 1),
         "bytes a block": round(total / blocks, 1),
         f"bytes a block, {some:,} held by 64 pods": round(shared, 1),
-        "longest call, ms": longest,
+        "a call of 512 blocks, ms": calls(taken),
         "closing a pod: slices": len(slices),
-        "closing a pod: seconds in all": round(sum(slices) / 1e3, 2),
-        "closing a pod: longest slice, ms": round(max(slices), 2),
+        "closing a pod: seconds in all": round(sum(slices), 2),
+        "closing a pod: a slice, ms": calls(slices),
     }
 
 
@@ -232,15 +248,15 @@ def eviction(blocks: int) -> dict[str, Any]:
     pods = Pods(3)
     index = BlockIndex(1, blocks)
     source = index.open(0)
-    calls, slices = [], []
+    taken, slices = [], []
     settle()
     for _ in range(3 * blocks // 512):
         event = Stored(pods.names(512), None, pods.tokens(512 * SIZE).tolist(), SIZE)
-        calls.append(timed(index.apply, source, [event]) * 1e3)
+        taken.append(timed(index.apply, source, [event]))
         for _ in range(16):
             started = time.thread_time()
             busy = index.tidy()
-            slices.append((time.thread_time() - started) * 1e3)
+            slices.append(time.thread_time() - started)
             if not busy:
                 break
     stats = index.stats
@@ -249,9 +265,9 @@ def eviction(blocks: int) -> dict[str, Any]:
         "stored": stats.stored,
         "evicted": stats.evicted,
         "refused": sum(stats.refused.values()),
-        "longest call, ms": round(max(calls), 2),
-        "longest slice, ms": round(max(slices), 2),
-        "upkeep, microseconds a stored block": round(sum(slices) * 1e3 / stats.stored, 2),
+        "a call of 512 blocks, ms": calls(taken),
+        "a slice, ms": calls(slices),
+        "upkeep, microseconds a stored block": round(sum(slices) * 1e6 / stats.stored, 2),
     }
 
 
@@ -267,6 +283,7 @@ def main(blocks: int, seconds: float, path: Path | None) -> None:
         ("lookups", lambda: lookups(1_000_000, seconds)),
         ("events", lambda: intake(seconds)),
         ("eviction", lambda: eviction(1 << 18)),
+        ("noise: a loop of one length, ms", machine_noise),
     ):
         results[name] = part()
         click.echo(f"{name}:")
