@@ -103,6 +103,7 @@ class Gate:
         self.store: Store | None = None  # of quotas, once it has started
         self.quotas: Quotas | None = None  # the same
         self.identities = Identities(config.identity, self._owner)
+        self._reads_keys = config.identity.keys
         self.flow: Flow | None = None
         self.running = RunningOutput(self._estimated)
         self.waits = Waits()
@@ -172,9 +173,10 @@ class Gate:
         return slots if self.saturation is None else self.saturation.with_room(slots)
 
     async def _caller(self, request: LLMRequest) -> Caller:
-        digest = self.identities.key_digest(request.headers)
-        if self.quotas is not None and digest is not None:
-            await self.quotas.find_key(digest)  # a new one may not be known here yet
+        if self.quotas is not None and self._reads_keys:
+            digest = self.identities.key_digest(request.headers)
+            if digest is not None:
+                await self.quotas.find_key(digest)  # a new one may not be known here yet
         return self.identities.caller(request.headers, request.claim)
 
     @staticmethod
