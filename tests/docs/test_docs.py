@@ -110,13 +110,15 @@ def picker(looked_up_at: list[Server]) -> Server:
 
 
 def test_every_command_and_flag_of_quota_is_documented_and_every_command_is_run() -> None:
-    page = ROOT / "docs/quota.md"
-    run = [line for block in blocks_of(page) if block.is_run for line in block.code.splitlines()]
+    pages = [ROOT / "docs/quota.md", ROOT / "docs/fairness.md"]
+    blocks = [block for page in pages for block in blocks_of(page)]
+    run = [line for block in blocks if block.is_run for line in block.code.splitlines()]
+    text = "".join(page.read_text() for page in pages)
     for words in leaves("", command_called("quota")):
         example = re.compile(rf"warmpath quota (--\S+ \S+ )*{words}\b")
         assert any(map(example.search, run)), f"warmpath quota {words} is not run"
     for flag in flags_of(command_called("quota")) - {"--help"}:
-        assert flag[:2] != "--" or re.search(rf"{flag}\b(?!-)", page.read_text()), flag
+        assert flag[:2] != "--" or re.search(rf"{flag}\b(?!-)", text), flag
 
 
 def leaves(words: str, command: click.Command) -> Iterator[str]:
