@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
+
 from picker.config import Config, EndpointSpec, Prefix, Scheduling
 from picker.director import Director
 from picker.engines import LoadReport
@@ -33,11 +35,17 @@ class Core:
         journal_size: int = 1024,
         max_models: int = 1000,
         gate: Config | None = None,
+        seed: int | None = None,
     ) -> None:
-        """`gate`: what requests pass before their picks, by its identity, quota and flow."""
+        """
+        Args:
+            gate: what requests pass before their picks, by its identity, quota and flow.
+            seed: of the choice among equal pods; None: another each time.
+        """
         self.now = 1000.0
         config = Config()
-        scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})))
+        random = np.random.default_rng(seed)
+        scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})), random=random)
         self.pool = Pool("test")
         self.load = Load(self.pool, clock=lambda: self.now)
         self.prefix = ApproximatePrefix(self.pool, Prefix())

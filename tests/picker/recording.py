@@ -43,9 +43,10 @@ class RecordingDirector:
         headers: Mapping[str, str],
         body: bytes | None,
         subset: tuple[str, ...] | None = None,
+        claim: str | None = None,
     ) -> Pick | Coroutine[None, None, Pick]:
         try:
-            request = parse(method, path, headers, body, subset=subset)
+            request = parse(method, path, headers, body, subset=subset, claim=claim)
             return self.pick(request) if self.hold is None else self._pick_later(request)
         except Refusal as refusal:
             self.refused(refusal)
