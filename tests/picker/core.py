@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from picker.config import Config, EndpointSpec, Prefix, Scheduling
 from picker.director import Director
 from picker.engines import LoadReport
@@ -35,15 +37,18 @@ class Core:
         max_models: int = 1000,
         gate: Config | None = None,
         producer: Callable[[Pool], PrefixProducer] | None = None,
+        seed: int | None = None,
     ) -> None:
         """
         Args:
             gate: what requests pass before their picks, by its identity, quota and flow.
             producer: of the prefix index; None: the approximate one.
+            seed: of the choice among equal pods; None: another each time.
         """
         self.now = 1000.0
         config = Config()
-        scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})))
+        random = np.random.default_rng(seed)
+        scheduler = Scheduler(Scheduling(scorers=dict(scorers or {})), random=random)
         self.pool = Pool("test")
         self.load = Load(self.pool, clock=lambda: self.now)
         self.prefix: PrefixProducer = (
