@@ -327,7 +327,7 @@ class Director:
         self._waits_no_more(pick)
         pick._use = None  # the journal keeps the pick, not its keys
         if pick.passage is not None:
-            pick.passage.left(_used(pick, pick.passage))
+            pick.passage.left(_used(pick, pick.passage), told=pick.usage is not None)
             pick.passage = None
         self._metrics.ended(pick)
 

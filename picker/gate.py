@@ -69,11 +69,11 @@ class Passage:
         self._streamed += tokens
         self._gate.streamed(self)
 
-    def left(self, usage: Usage | None) -> None:
-        """It is over, and used this; None: nothing was served."""
+    def left(self, usage: Usage | None, *, told: bool = False) -> None:
+        """It is over, and used this; None: nothing was served. `told`: its answer said so."""
         if not self._over:
             self._over = True
-            self._gate.left(self, usage)
+            self._gate.left(self, usage, told=told)
 
     @property
     def waited(self) -> float | None:
@@ -97,6 +97,8 @@ class Gate:
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
         if config.quota.enabled:
             check_settings(config.quota)
+        if config.identity.claim and config.envoy.profile == "lean":
+            raise ValueError("identity.claim: only the standard profile shows claims to the picker")
         if not config.usage:
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
@@ -213,16 +215,16 @@ class Gate:
         if passage.visit is not None and self.flow is not None:
             self.flow.streamed(passage.visit, passage.tokens_seen)
 
-    def left(self, passage: Passage, usage: Usage | None) -> None:
+    def left(self, passage: Passage, usage: Usage | None, *, told: bool) -> None:
         if passage.endpoint is not None:
             self.running.ended(passage, passage.endpoint)
         if passage.visit is not None and self.flow is not None:
-            if usage is None:
-                self.flow.left(passage.visit)
-            else:
+            if usage is not None and told:
                 self.flow.left(passage.visit, usage.prompt_tokens, usage.completion_tokens)
+            else:
+                self.flow.left(passage.visit)  # it knows what was seen or estimated
         if self.quotas is not None and passage.admission is not None:
-            settling = asyncio.create_task(self.quotas.settle(passage.admission, usage))
+            settling = asyncio.create_task(self.quotas.settle(passage.admission, usage, whole=told))
             self._settling.add(settling)
             settling.add_done_callback(self._settling.discard)
 

@@ -178,12 +178,15 @@ class Quotas:
             pass
         return await self._degraded(f"{id}-here", ask, amounts)
 
-    async def settle(self, admission: Admission | str, usage: Usage | None) -> None:
+    async def settle(
+        self, admission: Admission | str, usage: Usage | None, *, whole: bool = True
+    ) -> None:
         """A request has ended: replace what it reserved by what it used, once. Never raises.
 
         Args:
             admission: or the id of one, which another picker may have made.
             usage: what the answer told; None when nothing was served: all is given back.
+            whole: it is that of a whole answer, which tells how long the next ones may be.
         """
         spent = self._spent(usage)
         if isinstance(admission, str):
@@ -193,7 +196,7 @@ class Quotas:
             return
         admission._settled = True
         ask = admission.ask
-        if usage is not None:
+        if usage is not None and whole:
             self._outputs.learn(ask.subject, ask.model, usage.completion_tokens)
         if self._leases is not None and self._leases.settle(admission.id, spent):
             return
