@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 import hiredis
@@ -116,9 +117,8 @@ class _Line(asyncio.Protocol):
         self._waiting.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._write = transport.write
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._write = self._transport.write
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)

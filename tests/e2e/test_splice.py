@@ -124,7 +124,7 @@ async def test_the_longest_body(profile: Any, fail_open: bool) -> None:
     settings = Envoy(profile=profile, fail_open=fail_open)
     keeps = profile == "lean" or fail_open
     async with running_gateway(envoy=settings, max_body=Size(100_000)) as gateway:
-        gateway.service.director.wants_usage = lambda request: True
+        gateway.service.director.counts_usage = True
         grows = len(OPTIONS) + 1
         for size in (100_000 - grows, 100_000 - grows + 1, 100_000):
             body = chat(stream=True)

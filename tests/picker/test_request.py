@@ -240,7 +240,7 @@ def test_wrong_values_of_what_is_acted_on(path: str, name: str, value: str) -> N
         '"stream":"yes","max_tokens":5.0',
         '"max_tokens":"5"',
         '"max_tokens":9223372036854775808',
-        '"max_tokens":1,"max_tokens":2',
+        '"temperature":1,"temperature":2',
         '"sampling_params":{"max_tokens":"5"}',
     ],
 )
@@ -272,6 +272,8 @@ def test_all_else_is_the_engines_to_judge() -> None:
         (EMBEDDINGS, "input"),
         (MESSAGES, "system"),
         ("/generate", "token_ids"),
+        (CHAT, "max_tokens"),
+        (CHAT, "n"),
     ],
 )
 def test_a_repeated_field_that_is_acted_on(path: str, name: str) -> None:
