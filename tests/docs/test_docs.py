@@ -47,6 +47,9 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.routing": "bench.routing",
     "python -m bench.schedule": "bench.schedule",
     "python -m bench.policies": "bench.policies",
+    "python -m bench.index": "bench.index",
+    "python -m bench.quota": "bench.quota",
+    "python -m bench.fairness": "bench.fairness",
 }
 OTHERS_FLAGS = {  # of other programs
     "--disable-hot-restart",
