@@ -38,6 +38,7 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 HalfShare = Annotated[float, msgspec.Meta(gt=0, le=0.5)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -45,6 +46,15 @@ class Section(
     msgspec.Struct, rename="camel", forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
     """A part of the file. Unknown keys are errors."""
+
+
+class Tls(Section, frozen=True):
+    """Of the gRPC port. Gateways expect it, and believe any certificate."""
+
+    mode: Literal["off", "selfSigned", "files"] = "off"
+    certificate: str = ""  # PEM files, read again when they change
+    key: str = ""
+    client_ca: str = ""  # PEM file: only clients with a certificate of these are served
 
 
 class Listen(Section, frozen=True):
@@ -56,6 +66,9 @@ class Listen(Section, frozen=True):
     http: Port = 9004  # ext_authz, the lean profile
     admin: Port = 9090  # metrics and debug pages
     quota: Port = 9005  # gRPC, to administer quotas
+    replica: Port = 9006  # gRPC, for other pickers of the pool
+    tls: Tls = Tls()
+    metrics_auth: Literal["none", "tokenReview"] = "none"  # who may read the admin port
 
 
 class EventSource(Section, frozen=True):
@@ -73,9 +86,25 @@ class EndpointSpec(Section, frozen=True):
     events: list[EventSource] = []  # empty: what the server says, else prefix.events' ports
 
 
+class Kubernetes(Section, frozen=True):
+    """The pods of an InferencePool, or those that a selector finds."""
+
+    pool: str = ""  # an InferencePool's name
+    namespace: str = ""  # empty: the picker's own, or the kubeconfig's
+    group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = (
+        "inference.networking.k8s.io"
+    )
+    selector: dict[str, str] = {}  # labels of pods, in place of a pool
+    target_ports: list[Port] = []  # of these pods, 1 to 8
+    kubeconfig: str = ""  # a file; empty: the service account's, else $KUBECONFIG
+
+
 class PoolSection(Section, frozen=True):
+    """The model servers: listed here, or found in Kubernetes."""
+
     name: str = "default"
     endpoints: list[EndpointSpec] = []
+    kubernetes: Kubernetes = Kubernetes()
 
 
 class Metrics(Section, frozen=True):
@@ -213,6 +242,35 @@ class Quota(Section, frozen=True):
     admin: QuotaAdmin = QuotaAdmin()
 
 
+class RewriteTarget(Section, frozen=True):
+    model: str
+    weight: Weight = 1
+
+
+class Rewrite(Section, frozen=True):
+    """Requests for a model are sent as requests for another."""
+
+    targets: list[RewriteTarget]
+    models: list[str] = []  # that are asked for; empty: any
+
+
+class LeaderElection(Section, frozen=True):
+    """Only one picker of several is ready, by a Lease in Kubernetes."""
+
+    enabled: bool = False
+    lease: str = ""  # its name; empty: as the reference picker's
+    duration: Duration = Duration(15.0)
+    renew_deadline: Duration = Duration(10.0)
+    retry: Duration = Duration(2.0)
+
+
+class ReplicasSection(Section, frozen=True):
+    """Other pickers of this pool, which are told what only we know."""
+
+    peers: list[str] = []  # ip:port of their listen.replica; ours among them does no harm
+    service: str = ""  # name:port of a headless service that names them, in place of `peers`
+
+
 class Envoy(Section, frozen=True):
     """What `warmpath envoy` and `warmpath up` make of it."""
 
@@ -239,9 +297,13 @@ class Config(Section, frozen=True):
     identity: Identity = Identity()
     flow: Flow = Flow()
     quota: Quota = Quota()
+    rewrites: list[Rewrite] = []  # the first that matches counts
+    replicas: ReplicasSection = ReplicasSection()
+    leader_election: LeaderElection = LeaderElection()
     envoy: Envoy = Envoy()
     max_body: Size = Size(16 * MIB)
     usage: bool = True  # read token usage from responses
+    drain_delay: Duration = Duration(1.0)  # from "not ready" to closed doors, for probes to see it
     drain: Duration = Duration(30.0)  # for streams in flight, at SIGTERM
 
 
@@ -263,6 +325,10 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "envoy.timeout": ("0s", "168h"),
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it
+    "leaderElection.duration": ("1s", "1h"),
+    "leaderElection.renewDeadline": ("1s", "1h"),
+    "leaderElection.retry": ("100ms", "1m"),
+    "drainDelay": ("0s", "10m"),
     "drain": ("0s", "1h"),
 }
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
