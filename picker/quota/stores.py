@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from picker.config import Quota
+from picker.quota import redis_url
 from picker.quota.model import QuotaError
 from picker.quota.store import Store, StoreDown
 from picker.quota.store_memory import MemoryStore
@@ -17,7 +18,7 @@ def open_store(url: str, timeout: float = 0.1, *, create: bool = True) -> Store:
     """The store at `memory:`, `sqlite:///DIRECTORY/FILE` or `redis://HOST:PORT/DB`.
 
     Args:
-        url: a relative path has two slashes less: `sqlite:quota.db`.
+        url: a relative path has two slashes less: `sqlite:quota.db`; for Redis see redis_url.py.
         timeout: seconds until a store that does not answer is down.
         create: make a file that is not there.
 
@@ -61,16 +62,17 @@ def check_settings(settings: Quota) -> None:
 def _kind(url: str) -> str:
     try:
         parts = urlsplit(url)
-        _ = parts.port
     except ValueError:
         parts = urlsplit("")
     if parts.scheme == "memory":
         return "memory"
     if parts.scheme == "sqlite" and parts.path and not parts.netloc:
         return "sqlite"
-    if parts.scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and parts.hostname:
+    if parts.scheme.startswith("redis"):
+        redis_url.parse(url)
         return "redis"
+    shown = f"{parts.scheme}://{url.rpartition('@')[2]}" if "@" in url else url  # no password
     raise QuotaError(
-        f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
+        f"{shown!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
         "or redis://HOST:6379/0"
     )
