@@ -14,6 +14,7 @@ from picker.quota.policy import Record
 
 MAX_AUDIT = 100_000  # entries that a store keeps; the oldest go first
 KEPT_DAYS = 400  # of the books
+CHARGED_SECONDS = 3600.0  # that an id is remembered which was charged without a reservation
 
 
 class StoreDown(Exception):
