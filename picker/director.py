@@ -26,9 +26,9 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.rewrites import Rewrites
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
-from picker.rewrites import Rewrites
 from picker.splice import ModelRewrite, Splice, ask_for_usage, name_model
 from picker.usage import Usage
 
