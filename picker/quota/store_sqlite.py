@@ -12,6 +12,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -72,6 +73,9 @@ class SQLiteStore:
         self._seen = -1  # SQLite's data_version: whether others wrote
         self._revision = 0
         self._clear_at = 0.0
+        self._patience = 2 * timeout  # for the lock, then for the disk
+        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()  # who, and since when
+        self._watch: asyncio.TimerHandle | None = None
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quota-sqlite", daemon=True)
         self._thread.start()
@@ -250,6 +254,8 @@ class SQLiteStore:
         return await self._do(work)
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -258,13 +264,30 @@ class SQLiteStore:
     async def _do(self, work: Callable[[], T]) -> T:
         if not self._thread.is_alive():
             raise StoreDown(f"{self._path} is closed")
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        waiting = self._waiting
+        while waiting and waiting[0][0].done():
+            waiting.popleft()
+        waiting.append((future, loop.time()))
+        if self._watch is None:
+            self._watch = loop.call_later(self._patience, self._give_up)
         self._work.put((work, future))
-        try:
-            async with asyncio.timeout(2 * self._timeout):  # for the lock, then for the disk
-                return await future
-        except TimeoutError:
-            raise StoreDown(f"{self._path} did not answer in time") from None
+        return await future
+
+    def _give_up(self) -> None:
+        """Who has waited for too long is told so. One timer is cheaper than one for each."""
+        self._watch = None
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        while waiting:
+            future, since = waiting[0]
+            left = since + self._patience - loop.time()
+            if left > 0 and not future.done():
+                self._watch = loop.call_later(left, self._give_up)
+                return
+            waiting.popleft()
+            if not future.done():
+                future.set_exception(StoreDown(f"{self._path} did not answer in time"))
 
     # In the thread
 
