@@ -153,6 +153,9 @@ class Flow:
             raise _no_pods()
         loop = self._loop()
         now = visit.arrived = loop.time()
+        if visit.priority >= 0 and not self._settings.queue:
+            self._pass(visit)
+            return None
         if not self._queue.requests:
             if self._room <= 0 or now >= self._room_until:
                 self._look(now)

@@ -99,7 +99,7 @@ class Gate:
             check_settings(config.quota)
         if config.identity.claim and config.envoy.profile == "lean":
             raise ValueError("identity.claim: only the standard profile shows claims to the picker")
-        if not config.usage:
+        if not config.usage and (config.quota.enabled or config.flow.queue):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
         self.store: Store | None = None  # of quotas, once it has started
@@ -113,6 +113,7 @@ class Gate:
         pool.listen(self.running)
         load.on_report = self._told
         self.saturation: Saturation | None = None
+        self._queues = config.flow.enabled and config.flow.queue
         if config.flow.enabled:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)
@@ -171,8 +172,15 @@ class Gate:
         return passage
 
     def with_room(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of some pods that can take a request; all of them if none can."""
-        return slots if self.saturation is None else self.saturation.with_room(slots)
+        """Those of some pods that can take a request; all of them if none can, or nobody waits."""
+        if self.saturation is None or not self._queues:
+            return slots
+        return self.saturation.with_room(slots)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether it matters what each request used."""
+        return self._settings.enabled or self._queues
 
     async def _caller(self, request: LLMRequest) -> Caller:
         if self.quotas is not None and self._reads_keys:

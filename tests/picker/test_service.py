@@ -475,7 +475,6 @@ def test_check_says_yes_or_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ((), "say which pods"),
         (("-c", "missing.yaml"), "missing.yaml: cannot be read"),
-        (("-c", "missing.yaml", "--endpoint", "127.0.0.1:1"), "exclude each other"),
         (("--endpoint", "pod:1"), "pod"),
         (("--endpoint", "127.0.0.1:1", "--grpc-port", "65536"), "65536"),
         (("--endpoint", "127.0.0.1:1", "--metrics-interval", "fast"), "is not a duration"),
@@ -496,3 +495,11 @@ def test_a_port_in_use_exits_with_1() -> None:
         code, output = invoke("--endpoint", "127.0.0.1:1", *free, "--admin-port", port)
     assert code == 1
     assert output.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1, port {port}")
+
+
+def test_pods_are_named_in_warmpath_yaml_or_by_flags_and_not_in_both(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text("drain: 1s\n")
+    code, output = invoke("-c", path, "--endpoint", "127.0.0.1:1")
+    assert code == 2
+    assert "exclude each other" in output
