@@ -17,7 +17,7 @@ import aiohttp
 import yaml
 
 from picker.config import Kubernetes
-from picker.kubernetes.errors import ApiError, refused
+from picker.kubernetes.errors import ApiError, NoAnswer, refused
 from picker.kubernetes.resource import Resource
 
 try:
@@ -186,7 +186,7 @@ class _explained:
 
     def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
         if isinstance(problem, TimeoutError):
-            raise ApiError(f"{self._what}: {self._server} does not answer in time") from None
+            raise NoAnswer(f"{self._what}: {self._server} does not answer in time") from None
         if isinstance(problem, aiohttp.ClientError | OSError | ConfigException):
             why = str(problem) or type(problem).__name__
             raise ApiError(f"{self._what} at {self._server}: {why}") from problem

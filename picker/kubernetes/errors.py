@@ -28,6 +28,10 @@ class KindAbsent(ApiError):
     """The cluster knows no such kind of objects: its CRD is not installed."""
 
 
+class NoAnswer(ApiError):
+    """The API server was silent for too long."""
+
+
 class Status(msgspec.Struct, frozen=True):
     """Kubernetes' own object of errors."""
 
