@@ -86,7 +86,7 @@ def pick(
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
-    from picker.service import check_config  # loads every part
+    from picker.service import check_config, check_start  # loads every part
 
     def read() -> Config:
         if path is None:
@@ -100,7 +100,7 @@ def pick(
 
     try:
         config = read()
-        check_config(config)
+        check_start(config)
     except ValueError as problem:
         raise (CheckFailed if check else BadConfig)(str(problem)) from problem
     if check:
