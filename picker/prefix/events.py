@@ -131,6 +131,11 @@ class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False
 Event = Stored | Removed | Cleared
 
 
+def num_blocks(event: Event) -> int:
+    """Blocks that an event names."""
+    return 0 if isinstance(event, Cleared) else len(event.hashes)
+
+
 class Batch(NamedTuple):
     """What one message says, in order."""
 

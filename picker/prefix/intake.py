@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from picker.prefix.aliases import Aliases
 from picker.prefix.checks import Checks
 from picker.prefix.counts import Counts
-from picker.prefix.events import Cleared, Event, Removed, Stored, tier_of
+from picker.prefix.events import Event, Removed, Stored, num_blocks, tier_of
 from picker.prefix.few import Few
 from picker.prefix.removals import Removals
 from picker.prefix.rows import Blocks
@@ -68,7 +68,7 @@ class Intake:
 
     def apply(self, source: Source, events: Sequence[Event]) -> None:
         """Apply a source's events, in order."""
-        if len(events) <= FEW and sum(map(_size, events)) <= FEW:
+        if len(events) <= FEW and sum(map(num_blocks, events)) <= FEW:
             for event in events:
                 self._apply_few(source, event)
         else:
@@ -141,7 +141,3 @@ class Intake:
                     self._removals.remove(source, removed)
         if window.copies:
             self._stores.copy(source, window.copies)
-
-
-def _size(event: Event) -> int:
-    return 0 if isinstance(event, Cleared) else len(event.hashes)

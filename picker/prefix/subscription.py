@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from functools import partial
 
 import zmq
 
 from picker.prefix import sockets
 from picker.prefix.addresses import Address
-from picker.prefix.events import Event, Tier, decode
+from picker.prefix.backlog import Backlog
+from picker.prefix.events import Tier, decode
 from picker.prefix.index import BlockIndex
 from picker.prefix.rate import Rate
 from picker.prefix.sequence import Sequence
@@ -28,7 +28,6 @@ from picker.prefix.turns import Turns
 log = logging.getLogger(__name__)
 
 SLICE = 0.0004  # seconds (of CPU time) of reading in one turn; the index then takes it in
-SOME = 512  # events that do so in one turn; large messages take several
 AT_ONCE = 16  # live messages read at once
 REPLAY_IDLE = 2.0  # seconds without an answer
 REPLAY_TOTAL = 60.0  # seconds
@@ -62,7 +61,7 @@ class Subscription:
         self._turns = turns
         self._index = index
         self._loop = asyncio.get_running_loop()
-        self._events: deque[Event] = deque()  # read, and not yet in the index
+        self._backlog = Backlog()
         self._quiet = True  # nothing came since the last check
         self._replay: Socket | None = None
         self._asked_at = self._answered_at = 0.0
@@ -123,14 +122,13 @@ class Subscription:
             return False
         until = time.thread_time() + SLICE
         more = True
-        while more and len(self._events) < SOME and time.thread_time() < until:
+        while more and not self._backlog.enough and time.thread_time() < until:
             more = self.sequence.advance() or self._receive()
         if not self.sequence.replaying:
             self._drop_replay()
-        if self._events:
-            some = min(SOME, len(self._events))
-            self._index.apply(self._source, [self._events.popleft() for _ in range(some)])
-        return more  # which is so while more than SOME events wait
+        if portion := self._backlog.take():
+            self._index.apply(self._source, portion)
+        return more or len(self._backlog) > 0
 
     # What the sequence wants
 
@@ -140,10 +138,10 @@ class Subscription:
         self.events += len(batch.events)
         self.malformed += batch.malformed
         self.unknown += batch.unknown
-        self._events += batch.events
+        self._backlog.add(batch.events)
 
     def forget(self) -> None:
-        self._events.clear()
+        self._backlog.clear()
         self._index.clear(self._source)
 
     def ask(self, first: int) -> None:
