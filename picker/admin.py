@@ -35,6 +35,7 @@ from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
 from picker.request import parse
+from picker.tls import ServerTls
 
 if TYPE_CHECKING:
     from picker.prefix.precise import EventsPrefix
@@ -60,6 +61,7 @@ class Views:
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
     gate: Gate | None = None  # where there are quotas or flow control
+    tls: ServerTls | None = None  # of the gRPC port, where it has it
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -121,6 +123,8 @@ class Pages:
             all_pages.append(FlowGauges(self._fairness).page())
         if self._gate is not None and self._gate.quotas is not None:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
+        if self._views.tls is not None:
+            all_pages.append(self._views.tls.page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()

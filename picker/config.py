@@ -307,6 +307,9 @@ class Envoy(Section, frozen=True):
     timeout: Duration = Duration(3600.0)  # of a whole response
     idle_timeout: Duration = Duration(600.0)  # between two bytes of one
     retries: Few = 1
+    picker_ca: str = ""  # PEM file that verifies the picker; empty: listen.tls.certificate
+    certificate: str = ""  # PEM files that the picker is shown, where listen.tls.clientCa asks
+    key: str = ""
 
 
 class Config(Section, frozen=True):

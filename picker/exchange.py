@@ -355,7 +355,8 @@ class Exchange:
             body is not None
             and self._read_usage
             and self._request_mode in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED)
-            and self._response_mode not in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # all is shown
+            and self._response_mode
+            not in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # all is shown
             and self._fits(may, body)
         ):
             return may

@@ -130,10 +130,14 @@ class Gate:
             self.quotas = Quotas(self.store, self._settings)
             await self.quotas.start()
 
-    async def stop(self) -> None:
-        """Refuse what waits, and settle what has ended."""
+    def refuse_waiting(self) -> None:
+        """Refuse what waits for its turn, and all that comes."""
         if self.flow is not None:
             self.flow.close()
+
+    async def stop(self) -> None:
+        """Refuse what waits, and settle what has ended."""
+        self.refuse_waiting()
         await self.settled()
         if self.quotas is not None:
             await self.quotas.close()

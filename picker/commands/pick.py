@@ -100,8 +100,11 @@ def pick(
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     _flags(reference, endpoints, metrics_interval, listen)
     source = _Source(path, endpoints, reference)
+    from picker.service import check_start  # loads every part
+
     try:
         config = source.read()
+        check_start(config)
     except ValueError as problem:
         raise (CheckFailed if check else BadConfig)(str(problem)) from problem
     if check:
@@ -114,6 +117,7 @@ def pick(
             "an EndpointPickerConfig names no pods: add --pool-name, --endpoint-selector or "
             "--endpoint"
         )
+    source.log()
     _serve(config, path, source.read_and_log)
 
 
@@ -149,7 +153,7 @@ class _Source:
         """Raises ValueError when it cannot be used."""
         from picker.reference import load
         from picker.reference.flow import ADMISSION
-        from picker.service import check_config  # loads every part
+        from picker.service import check_config
 
         reference = self._reference
         beneath, above = reference.beneath, reference.above
@@ -171,13 +175,17 @@ class _Source:
         return loaded.config
 
     def read_and_log(self) -> Config:
-        """The same, and log what is ignored and has not been logged before."""
+        """`read`, then `log`."""
         config = self.read()
+        self.log()
+        return config
+
+    def log(self) -> None:
+        """What is ignored and has not been logged before."""
         for note in self.notes:
             if note not in self._logged:
                 self._logged.add(note)
-                log.warning(note)
-        return config
+                log.warning("%s", note)
 
 
 def _serve(config: Config, path: Path | None, read: Callable[[], Config]) -> None:

@@ -33,7 +33,9 @@ class Told(Protocol):
     def saturation(self) -> Data: ...
 
 
+REWRITE_HEADERS = ["x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite"]
 ADMISSION: Data = {
+    "rewriteHeaders": REWRITE_HEADERS,
     "identity": {"header": FAIRNESS_HEADER},
     "flow": {"enabled": True, "queue": False},
 }
@@ -85,7 +87,7 @@ def flow_control(
         note((*top, "enableEviction"), "a request that has gone to a pod is never taken back")
     # Strict fairness is none: the first that came goes, whoever it is from.
     header = "" if named == {STRICT} else FAIRNESS_HEADER
-    return {"identity": {"header": header}, "flow": flow}
+    return {"rewriteHeaders": REWRITE_HEADERS, "identity": {"header": header}, "flow": flow}
 
 
 def _ttl(told: FlowControl, note: Note, *, llm_d: bool) -> float:
