@@ -26,9 +26,9 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.rewrites import Rewrites
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
-from picker.rewrites import Rewrites
 from picker.splice import ModelRewrite, Splice, ask_for_usage, name_model
 from picker.usage import Usage
 
@@ -235,6 +235,14 @@ class Director:
             passage.picked(pick.endpoint)
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
+
+    def reconfigure(
+        self, scheduler: Scheduler, models: frozenset[str], *, ignore_subset: bool
+    ) -> None:
+        """Pick by these from now on; what is picked stays as it is."""
+        self._scheduler = scheduler
+        self._models = models
+        self._ignore_subset = ignore_subset
 
     def refused(self, refusal: Refusal) -> None:
         """Count a refusal; those that `route` and `pick` raise are counted already."""

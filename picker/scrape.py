@@ -50,7 +50,7 @@ class Scraper:
         Raises:
             ValueError: the settings cannot be used.
         """
-        check_intervals(settings)
+        check_settings(settings)
         self._pool = pool
         self.load = load
         self._use(settings)
@@ -63,8 +63,6 @@ class Scraper:
         self._running = False
 
     def _use(self, settings: Metrics) -> None:
-        if settings.path and not _PATH.fullmatch(settings.path):
-            raise ValueError(f"metrics.path: {settings.path!r} is no path, such as /metrics")
         self._engines = engines_of(settings)
         self._labels = (settings.engine_label,) if settings.engine_label else ENGINE_LABELS
         self.tls = _tls(settings)
@@ -74,9 +72,9 @@ class Scraper:
         """Ask by other settings from now on.
 
         Raises:
-            ValueError: they cannot be used, and nothing has changed.
+            ValueError: they cannot be used; nothing has changed then.
         """
-        check_intervals(settings)
+        check_settings(settings)
         self._use(settings)
         for endpoint, watch in list(self._watches.items()):
             watch.close()
@@ -289,14 +287,17 @@ class _Watch:
         self._timer = self._call_later(max(pause - elapsed, pause / 2), self._scrape)
 
 
-def check_intervals(settings: Metrics) -> None:
-    """Raises ValueError: a pod that is slow once would be passed over before it is asked again."""
+def check_settings(settings: Metrics) -> None:
+    """Raises ValueError: pods cannot be asked by these settings."""
     if settings.idle_interval >= settings.stale_after:
         raise ValueError(
             f"metrics.idleInterval ({settings.idle_interval:g} s) must be shorter than "
             f"metrics.staleAfter ({settings.stale_after:g} s), or a pod that is slow once is "
             "passed over"
         )
+    if settings.path and not _PATH.fullmatch(settings.path):
+        raise ValueError(f"metrics.path: {settings.path!r} is no path, such as /metrics")
+    engines_of(settings)
 
 
 def _tls(settings: Metrics) -> ssl.SSLContext | None:

@@ -80,6 +80,10 @@ class ExtProcServer:
         """Requests in flight."""
         return len(self._streams)
 
+    def reconfigure(self, config: Config) -> None:
+        """Streams that begin from now on go by this; ports and limits stay."""
+        self._config = config
+
     async def start(self) -> int:
         """Listen. Returns the port. Raises OSError."""
         listen = self._config.listen

@@ -8,11 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
@@ -27,9 +25,11 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.reload import Reloads, in_force
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
+from picker.scrape import check_settings as check_metrics
 from picker.server import LAST_WORDS_SECONDS, ExtProcServer
 from picker.sessions import Sessions
 from picker.tls import ServerTls, check_settings
@@ -77,19 +77,22 @@ class Service:
         self._journal = Journal()
         scheduler = Scheduler(config.scheduling)
         self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
+        self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
         self.director = Director(
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
             scheduler=scheduler,
-            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            sessions=self._sessions,
             metrics=self._metrics,
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
             rewrites=self.rewrites,
+            ignore_subset=config.pool.ignore_subset,
         )
         self._pool.update(config.pool.endpoints)
+        self.reloads = Reloads()
         self._not_ready: str | None = "starting"
         self._servers: _Servers | None = None
         self._tls: ServerTls | None = None  # of the gRPC port, where it has it
@@ -188,12 +191,48 @@ class Service:
             await self._store.close()
 
     def reload(self, config: Config) -> None:
-        """Take over the endpoints of a configuration, which the pool checks; the rest is told.
+        """Take over a configuration, as far as that needs no restart; the rest is told.
+
+        Requests that were picked end under what they began with.
 
         Raises:
-            ValueError: endpoints that there cannot be; nothing has changed then.
+            ValueError: it cannot be used; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        old = self.config
+        new, waiting = in_force(old, config)
+        scheduler = Scheduler(new.scheduling)
+        Rewrites(new.rewrites)
+        check_metrics(new.metrics)
+        if self._gate is not None:
+            self._gate.check(new)
+        if not (new.pool.kubernetes.pool or new.pool.kubernetes.selector):
+            self._list(new.pool.endpoints)
+        # From here on nothing fails.
+        self.config = new
+        self._sessions.reconfigure(new.sessions, enabled=scheduler.uses_sessions)
+        self.director.reconfigure(
+            scheduler, frozenset(new.models), ignore_subset=new.pool.ignore_subset
+        )
+        if new.rewrites != old.rewrites:
+            self.rewrites.update(new.rewrites)
+        self._load.stale_after = new.metrics.stale_after
+        if new.metrics != old.metrics:
+            self._scraper.reconfigure(new.metrics)
+        if self._gate is not None:
+            self._gate.reconfigure(new)
+        if self._servers is not None:
+            self._servers.ext_proc.reconfigure(new)
+            self._servers.lean.reconfigure(new)
+        self.reloads.succeeded(waiting)
+        if new != old:
+            log.info("The configuration has changed")
+        if waiting:
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(waiting)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -203,12 +242,6 @@ class Service:
                 len(after),
                 len(after - before),
                 len(before - after),
-            )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
             )
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
@@ -237,6 +270,7 @@ class Service:
             not_ready=lambda: self._not_ready,
             gate=self._gate,
             tls=self._tls,
+            reloads=self.reloads,
         )
 
 
@@ -314,21 +348,3 @@ def check_start(config: Config) -> None:
     check_config(config)
     if config.listen.tls.mode != "off":
         ServerTls(config.listen)
-
-
-def _differing(old: Config, new: Config) -> list[str]:
-    """Keys whose values differ, as the file writes them; sections by their keys."""
-    found: list[str] = []
-    for field in msgspec.structs.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before == after:
-            continue
-        if isinstance(before, msgspec.Struct):
-            found += [
-                f"{field.encode_name}.{inner.encode_name}"
-                for inner in msgspec.structs.fields(before)
-                if getattr(before, inner.name) != getattr(after, inner.name)
-            ]
-        else:
-            found.append(field.encode_name)
-    return found

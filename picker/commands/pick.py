@@ -68,9 +68,7 @@ def _interval(ctx: click.Context, option: click.Parameter, value: str | None) ->
     help="Least important log lines to show.  [default: info]",
 )
 @reference_flags
-@click.pass_context
 def pick(
-    ctx: click.Context,
     path: Path | None,
     endpoints: tuple[str, ...],
     metrics_interval: Duration | None,
@@ -83,7 +81,7 @@ def pick(
     Flags win over the file. Port 0 means any free one. SIGTERM lets what runs finish; a second
     one ends at once.
     """
-    reference = applied(ctx)
+    reference = applied(click.get_current_context())
     if path is not None and reference.config_file is not None:
         raise click.UsageError("-c and --config-file exclude each other")
     path = path or reference.config_file

@@ -54,91 +54,79 @@ class Applied:
     log_level: int | None = None
 
 
-class GoBool(click.ParamType):
-    name = "bool"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> bool:
-        if value not in TRUE | FALSE:
-            self.fail(f"{value!r} is not true or false", param, ctx)
-        return value in TRUE
+def _bool(value: str | bool) -> bool:
+    if value not in TRUE | FALSE:
+        raise click.BadParameter(f"{value!r} is not true or false")
+    return value in TRUE
 
 
-class GoDuration(click.ParamType):
-    """A duration as Go writes it, in the range of a key of warmpath.yaml."""
+def _duration(key: str = "") -> Callable[[str], float]:
+    """Reads a duration as Go writes it, in the range of a key of warmpath.yaml."""
 
-    name = "duration"
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+    def read(value: str) -> float:
         try:
             seconds = float(duration(value))
-            if self._key:
-                check_range(self._key, seconds, value)
+            if key:
+                check_range(key, seconds, value)
         except ValueError as problem:
-            self.fail(str(problem), param, ctx)
+            raise click.BadParameter(str(problem)) from problem
         return seconds
 
-
-class Selector(click.ParamType):
-    name = "k=v,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, str]:
-        labels: dict[str, str] = {}
-        for pair in str(value).split(","):
-            key, equals, told = pair.strip().replace("==", "=", 1).partition("=")
-            if not equals or not _LABEL.fullmatch(key) or not _VALUE.fullmatch(told):
-                self.fail(f"{pair[:100]!r} is not key=value, which alone is understood", param, ctx)
-            labels[key] = told
-        return labels
+    return read
 
 
-class Ports(click.ParamType):
-    name = "port,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        ports: list[int] = []
-        for text in str(value).split(","):
-            if not re.fullmatch(r"[0-9]{1,5}", text.strip()) or not 0 < int(text) < 65536:
-                self.fail(f"{text[:20]!r} is no port", param, ctx)
-            if int(text) not in ports:
-                ports.append(int(text))
-        if len(ports) > MAX_PORTS:
-            self.fail(f"at most {MAX_PORTS} ports", param, ctx)
-        return ports
+def _selector(value: str) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for pair in value.split(","):
+        key, equals, told = pair.strip().replace("==", "=", 1).partition("=")
+        if not equals or not _LABEL.fullmatch(key) or not _VALUE.fullmatch(told):
+            raise click.BadParameter(f"{pair[:100]!r} is not key=value, which alone is understood")
+        labels[key] = told
+    return labels
 
 
-BOOL, PORT, TEXT = GoBool(), click.IntRange(0, 65535), click.STRING
+def _ports(value: str) -> list[int]:
+    ports: list[int] = []
+    for text in value.split(","):
+        if not re.fullmatch(r"[0-9]{1,5}", text.strip()) or not 0 < int(text) < 65536:
+            raise click.BadParameter(f"{text[:20]!r} is no port")
+        if int(text) not in ports:
+            ports.append(int(text))
+    if len(ports) > MAX_PORTS:
+        raise click.BadParameter(f"at most {MAX_PORTS} ports")
+    return ports
+
+
+PORT, TEXT = click.IntRange(0, 65535), click.STRING
 FILE = click.Path(dir_okay=False, path_type=Path)
 
-FLAGS: dict[str, tuple[click.ParamType, str]] = {
+FLAGS: dict[str, tuple[Any, str]] = {
     "pool-name": (TEXT, "InferencePool whose pods are picked."),
     "pool-namespace": (TEXT, "Its namespace.  [default: $NAMESPACE, else the picker's own]"),
     "pool-group": (click.Choice(GROUPS), "Its API group."),
-    "endpoint-selector": (Selector(), "Labels of the pods, in place of a pool."),
-    "endpoint-target-ports": (Ports(), f"Their ports, 1 to {MAX_PORTS}."),
+    "endpoint-selector": (_selector, "Labels of the pods, in place of a pool."),
+    "endpoint-target-ports": (_ports, f"Their ports, 1 to {MAX_PORTS}."),
     "config-file": (FILE, "As -c: an EndpointPickerConfig, or a warmpath.yaml."),
     "config-text": (TEXT, "The same as text."),
     "grpc-health-port": (PORT, "As --health-port."),
     "metrics-port": (PORT, "As --admin-port."),
-    "secure-serving": (BOOL, "TLS for ext_proc.  [default with a pool: true]"),
+    "secure-serving": (_bool, "TLS for ext_proc.  [default with a pool: true]"),
     "cert-path": (TEXT, "Directory of tls.crt and tls.key; else self-signed."),
-    "enable-cert-reload": (BOOL, "They are read again when they change, always."),
-    "metrics-endpoint-auth": (BOOL, "Metrics only with a token.  [default with a pool: true]"),
-    "ha-enable-leader-election": (BOOL, "Only one of several pickers is ready."),
-    "refresh-metrics-interval": (GoDuration("metrics.interval"), "As --metrics-interval."),
+    "enable-cert-reload": (_bool, "They are read again when they change, always."),
+    "metrics-endpoint-auth": (_bool, "Metrics only with a token.  [default with a pool: true]"),
+    "ha-enable-leader-election": (_bool, "Only one of several pickers is ready."),
+    "refresh-metrics-interval": (_duration("metrics.interval"), "As --metrics-interval."),
     "metrics-staleness-threshold": (
-        GoDuration("metrics.staleAfter"),
+        _duration("metrics.staleAfter"),
         "Without an answer for so long, a pod is passed over.",
     ),
-    "disable-endpoint-subset-filter": (BOOL, "Ignore the subset that a gateway names."),
+    "disable-endpoint-subset-filter": (_bool, "Ignore the subset that a gateway names."),
     "model-server-metrics-scheme": (click.Choice(["http", "https"]), "How pods are asked."),
     "model-server-metrics-path": (TEXT, "Where their metrics are."),
     "model-server-metrics-port": (PORT, "On another port than requests."),
-    "model-server-metrics-https-insecure-skip-verify": (BOOL, "Believe any certificate."),
+    "model-server-metrics-https-insecure-skip-verify": (_bool, "Believe any certificate."),
     "engine-label-key": (TEXT, "Label of pods that names their engine."),
-    "drain-timeout": (GoDuration("drain"), "For requests in flight, at SIGTERM."),
+    "drain-timeout": (_duration("drain"), "For requests in flight, at SIGTERM."),
     "total-queued-requests-metric": (TEXT, "Deprecated: name of vLLM's metric."),
     "total-running-requests-metric": (TEXT, "The same."),
     "kv-cache-usage-percentage-metric": (TEXT, "The same."),
@@ -147,24 +135,25 @@ FLAGS: dict[str, tuple[click.ParamType, str]] = {
     "v": (click.IntRange(-10, 1000), f"Verbosity: from {VERBOSE} on debug lines are logged."),
     "zap-log-level": (TEXT, "debug, info, error, panic, or a verbosity."),
 }
-IGNORED: dict[str, tuple[click.ParamType, str]] = {  # a value, and why it means nothing here
-    "refresh-prometheus-metrics-interval": (GoDuration(""), "metrics are made when they are read"),
-    "health-checking": (BOOL, "gRPC health is always served"),
-    "tracing": (BOOL, "no traces are written"),
-    "enable-pprof": (BOOL, "there is no pprof"),
-    "enable-multi-engine": (BOOL, "pods' engines are always told by their labels"),
-    "enable-grpc-stream-metrics": (BOOL, "streams are counted by their requests"),
-    "emit-endpoint-scores": (BOOL, "scores are shown by `warmpath explain`"),
-    "allow-experimental-plugins": (BOOL, "no plugin is experimental"),
+IGNORED: dict[str, tuple[Any, str]] = {  # a value, and why it means nothing here
+    "refresh-prometheus-metrics-interval": (_duration(), "metrics are made when they are read"),
+    "health-checking": (_bool, "gRPC health is always served"),
+    "tracing": (_bool, "no traces are written"),
+    "enable-pprof": (_bool, "there is no pprof"),
+    "enable-multi-engine": (_bool, "pods' engines are always told by their labels"),
+    "enable-grpc-stream-metrics": (_bool, "streams are counted by their requests"),
+    "emit-endpoint-scores": (_bool, "scores are shown by `warmpath explain`"),
+    "allow-experimental-plugins": (_bool, "no plugin is experimental"),
     "grpc-max-recv-msg-size": (TEXT, "maxBody of warmpath.yaml limits requests"),
     "grpc-max-send-msg-size": (TEXT, "maxBody of warmpath.yaml limits requests"),
-    "zap-devel": (BOOL, "the log is text, one line an event"),
+    "zap-devel": (_bool, "the log is text, one line an event"),
     "zap-encoder": (TEXT, "the log is text, one line an event"),
     "zap-stacktrace-level": (TEXT, "the log is text, one line an event"),
     "zap-time-encoding": (TEXT, "the log is text, one line an event"),
 }
+METAVARS = {"_bool": "BOOL", "read": "DURATION", "_selector": "K=V,...", "_ports": "PORT,..."}
 QUIET = {"false", "console", "True", "epoch"}  # of these values nothing is expected
-BOOLS = {name for name, (kind, _) in {**FLAGS, **IGNORED}.items() if kind is BOOL}
+BOOLS = {name for name, (kind, _) in {**FLAGS, **IGNORED}.items() if kind is _bool}
 
 
 def reference_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +162,7 @@ def reference_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     entries += [(name, kind, f"Ignored: {why}.") for name, (kind, why) in IGNORED.items()]
     for name, kind, text in reversed(entries):
         names = ["-v", "--v"] if name == "v" else [f"--{name}"]
-        metavar = "BOOL" if kind is BOOL else None
+        metavar = METAVARS.get(getattr(kind, "__name__", ""))
         command = click.option(
             *names,
             _parameter(name),
@@ -201,11 +190,13 @@ class PickCommand(click.Command):
     """Understands flags as Go's pflag does, and shows the reference picker's by themselves."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[f"{__name__}.notes"] = notes = []
+        notes: list[str] = []
+        ctx.meta[f"{__name__}.notes"] = notes
         return super().parse_args(ctx, normalised(args, notes))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own, reference = [], []
+        own: list[tuple[str, str]] = []
+        reference: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:

@@ -243,12 +243,13 @@ async def test_reload_takes_over_endpoints_and_tells_what_needs_a_restart(
         model_server() as second,
         running(config_of(first)) as (service, ports),
     ):
-        service.reload(config_of(second, more="metrics: {interval: 1s}\nmodels: [a]"))
+        service.reload(config_of(second, more="prefix: {maxBlocks: 7}\nusage: false\nmodels: [a]"))
         assert "1 endpoints: 1 came, 1 left" in caplog.text
-        assert "only a restart applies it: models, metrics.interval" in caplog.text
+        assert "only a restart applies it: prefix.maxBlocks, usage" in caplog.text
         _, text = await get(ports.admin, "/config")
         assert second in text
-        assert "interval: 0.05" in text
+        assert "models:\n- a" in text
+        assert "maxBlocks: 1024" in text
         with pytest.raises(ValueError, match="given twice"):
             service.reload(config_of(second, second))
         assert service.num_endpoints == 1
