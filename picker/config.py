@@ -187,8 +187,9 @@ class Identity(Section, frozen=True):
     keys: bool = False  # API keys, which `warmpath quota keys` makes; a wrong one is refused
     claim: str = ""  # of a JWT, from where `payload` is: dots lead into objects; empty: none
     payload: str = "jwt_payload"  # `payload_in_metadata` of Envoy's jwt_authn
-    # A header to be believed, such as x-gateway-inference-fairness-id; empty: none. Anybody who
-    # reaches the gateway can send one, unless the gateway sets or removes it.
+    # A header to be believed, such as x-gateway-inference-fairness-id, or several with commas, the
+    # first that is there; empty: none. Anybody who reaches the gateway can send one, unless the
+    # gateway sets or removes it.
     header: str = ""
     default: str = "default"  # the tenant of requests that nothing names
     required: bool = False  # refuse these with 401 instead

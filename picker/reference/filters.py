@@ -59,7 +59,10 @@ class LabelSelector(FilterPlugin, frozen=True):
     def filter(self) -> Data:
         if not self.match_labels and not self.match_expressions:
             raise Refused("matchLabels: an empty selector keeps all pods; leave the filter out")
-        expressions = [msgspec.to_builtins(each) for each in self.match_expressions]
+        expressions = [
+            {"key": each.key, "operator": each.operator, "values": list(each.values)}
+            for each in self.match_expressions
+        ]
         return {
             "type": "label",
             "matchLabels": self.match_labels,

@@ -14,7 +14,15 @@ from picker.reference.others import DEADLINE, STRICT
 from picker.reference.plugin import Data
 from picker.reference.schema import Band, FlowControl
 
-FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+# The names that each group's picker reads, its own first.
+HEADERS = {
+    False: ("x-gateway-inference-fairness-id", "x-gateway-inference-objective", "x-slo-ttft-ms"),
+    True: (
+        "x-llm-d-inference-fairness-id,x-gateway-inference-fairness-id",
+        "x-llm-d-inference-objective,x-gateway-inference-objective",
+        "x-llm-d-slo-ttft-ms,x-slo-ttft-ms",
+    ),
+}
 BAND_BYTES, BAND_REQUESTS = 10**9, 5000  # of one band, unless it says otherwise
 LLM_D_TTL = 60.0
 LONGEST = 168 * 3600.0
@@ -36,16 +44,22 @@ class Told(Protocol):
 REWRITE_HEADERS = ["x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite"]
 ADMISSION: Data = {
     "rewriteHeaders": REWRITE_HEADERS,
-    "identity": {"header": FAIRNESS_HEADER},
-    "flow": {"enabled": True, "queue": False},
+    "identity": {"header": HEADERS[False][0]},
+    "flow": {"enabled": True, "queue": False, "objectiveHeader": HEADERS[False][1]},
 }
 """The reference picker without its feature gate: nobody waits, and requests of a priority below 0
 are refused while pods are busy."""
 
 
-def admission(detector: Told) -> Data:
+def admission(detector: Told, *, llm_d: bool) -> Data:
     """Without the gate."""
-    return {**ADMISSION, "flow": {**ADMISSION["flow"], "saturation": detector.saturation()}}
+    fairness, objective, _ = HEADERS[llm_d]
+    flow = {
+        **ADMISSION["flow"],
+        "objectiveHeader": objective,
+        "saturation": detector.saturation(),
+    }
+    return {**ADMISSION, "identity": {"header": fairness}, "flow": flow}
 
 
 def flow_control(
@@ -86,7 +100,9 @@ def flow_control(
     if told.enable_eviction:
         note((*top, "enableEviction"), "a request that has gone to a pod is never taken back")
     # Strict fairness is none: the first that came goes, whoever it is from.
-    header = "" if named == {STRICT} else FAIRNESS_HEADER
+    tenant, objective, deadline = HEADERS[llm_d]
+    flow |= {"objectiveHeader": objective, "deadlineHeader": deadline}
+    header = "" if named == {STRICT} else tenant
     return {"rewriteHeaders": REWRITE_HEADERS, "identity": {"header": header}, "flow": flow}
 
 

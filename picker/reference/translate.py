@@ -317,10 +317,11 @@ class _Translation:
     def _flow(self, data: Data, *, enabled: bool) -> None:
         detector = self._detector()
         told = self._file.flow_control
+        llm_d = self._file.api_version == LLM_D
         if not enabled:
             if self._document.at(("flowControl",)) is not None:
                 self._note(("flowControl",), "it is ignored without the feature gate flowControl")
-            data.update(self._asked(lambda: admission(detector), ()))
+            data.update(self._asked(lambda: admission(detector, llm_d=llm_d), ()))
             return
         if ref := told.usage_limit_policy_plugin_ref:
             self._find(ref, ("flowControl", "usageLimitPolicyPluginRef"), Role.USAGE_LIMIT)
@@ -329,7 +330,6 @@ class _Translation:
             return lambda ref, place: self._find(ref, place, role).type if ref else ""
 
         fairness, ordering = type_of(Role.FAIRNESS), type_of(Role.ORDERING)
-        llm_d = self._file.api_version == LLM_D
         data.update(
             self._asked(
                 lambda: flow_control(told, detector, self._note, fairness, ordering, llm_d=llm_d),
