@@ -327,8 +327,9 @@ class Config(Section, frozen=True):
     flow: Flow = Flow()
     quota: Quota = Quota()
     rewrites: list[Rewrite] = []  # the first that matches counts
-    # Headers that name the model to send a request as, such as x-gateway-model-name-rewrite. Anybody
-    # who reaches the gateway can send one, unless the gateway sets or removes it.
+    # Headers to be believed that name the model to send a request as, before any rule, such as
+    # x-gateway-model-name-rewrite. Anybody who reaches the gateway can send one, unless the gateway
+    # sets or removes it.
     rewrite_headers: list[str] = []
     replicas: ReplicasSection = ReplicasSection()
     leader_election: LeaderElection = LeaderElection()

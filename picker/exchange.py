@@ -142,6 +142,7 @@ REPLACED = ("accept-encoding",)
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
+_NOT_ALL_SHOWN = (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # of a body
 
 
 class Exchange:
@@ -355,8 +356,7 @@ class Exchange:
             body is not None
             and self._read_usage
             and self._request_mode in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED)
-            and self._response_mode
-            not in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # all is shown
+            and self._response_mode not in _NOT_ALL_SHOWN
             and self._fits(may, body)
         ):
             return may

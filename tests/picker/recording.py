@@ -14,8 +14,8 @@ from picker.pool import Endpoint
 from picker.prefix.match import By
 from picker.refusal import Refusal
 from picker.request import parse
-from picker.schedule import Decision
 from picker.rewrites import Rewrites
+from picker.schedule import Decision
 from picker.splice import ModelRewrite, Splice
 
 ENDPOINTS = ("192.0.2.1:8000", "192.0.2.2:8000")
