@@ -157,7 +157,7 @@ class Load:
         """
         now = self.clock()
         ends = self._trusted_until[self._trusted_until >= now]
-        return min(float(ends.min(initial=inf)), now + self._stale_after)
+        return min(float(ends.min(initial=inf)), now + self.stale_after)
 
     def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
         """Until when pods are trusted, their last cold picks, and the table's rows."""
