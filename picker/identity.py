@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from picker.config import Identity as Settings
+from picker.header_names import header_names
 from picker.refusal import Refusal
 
 MAX_TENANT = 200  # characters, as of all subjects of quotas
@@ -52,14 +53,13 @@ class Identities:
             raise ValueError(f"identity.default: {settings.default!r} is no name of a tenant")
         self._settings = settings
         self._keys = keys if settings.keys else None
-        self._header = settings.header.lower()
+        self._headers = header_names(settings.header)
         self._default = Caller(settings.default, f"tenant/{settings.default}")
 
     @property
     def headers(self) -> tuple[str, ...]:
         """Request headers that are read, in lower case: a gateway must send these."""
-        own = (self._header,) if self._header else ()
-        return own + (KEY_HEADERS if self._keys is not None else ())
+        return self._headers + (KEY_HEADERS if self._keys is not None else ())
 
     def caller(self, headers: Mapping[str, str], claim: str | None = None) -> Caller:
         """
@@ -78,10 +78,11 @@ class Identities:
             if owner is None:
                 raise Refusal(401, "invalid_api_key", "the API key is not known here")
             return Caller(owner.tenant, owner.subject, digest)
-        if self._header and (name := headers.get(self._header)):
-            return _tenant(name, f"the header {self._header}")
+        for header in self._headers:
+            if name := headers.get(header):
+                return _tenant(name, f"the header {header}")
         if self._settings.required:
-            ways = [f"the header {self._header}"] if self._header else []
+            ways = [f"the header {name}" for name in self._headers]
             ways += ["an API key"] if self._settings.keys else []
             ways += ["a token"] if self._settings.claim else []
             raise Refusal(401, "no_identity", f"send {' or '.join(ways) or 'who you are'}")

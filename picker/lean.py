@@ -78,6 +78,10 @@ class LeanServer:
         self._sweeping: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
 
+    def reconfigure(self, config: Config) -> None:
+        """Drain by this; ports and limits stay."""
+        self._config = config
+
     async def start(self) -> int:
         """Take a port, and return it. Connections to it are refused until `serve`.
 

@@ -102,7 +102,7 @@ class Load:
         # Slots whose load is another than when their only reader last cleared this.
         self.changed: set[int] = set()
         self._pool = pool
-        self._stale_after = stale_after
+        self.stale_after = stale_after  # another one may be put here
         self._table = np.zeros((5, 0), np.float32)
         self._trusted_until = np.zeros(0)
         self._cold_at = np.zeros(0)
@@ -157,7 +157,7 @@ class Load:
         """
         now = self.clock()
         ends = self._trusted_until[self._trusted_until >= now]
-        return min(float(ends.min(initial=inf)), now + self._stale_after)
+        return min(float(ends.min(initial=inf)), now + self.stale_after)
 
     def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
         """Until when pods are trusted, their last cold picks, and the table's rows."""
@@ -238,7 +238,7 @@ class Load:
         asked and is slow once must not lose its prefixes to a cold pod.
         """
         if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
-            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
+            self._trusted_until[endpoint.slot] = self.clock() + self.stale_after
 
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""

@@ -17,6 +17,7 @@ from picker.prefix.addresses import written
 
 MAX_ENDPOINTS = 4096
 MAX_ADDRESS = 64  # characters; an IPv6 address with its port has at most 53
+NO_ENDPOINT = "the pool has no endpoint"
 FIRST_CAPACITY = 16  # slots; doubled whenever more are needed
 
 
@@ -30,6 +31,8 @@ class Endpoint:
     labels: Mapping[str, str]  # replaced, never changed, when an update brings others
     slot: int  # its row in every column, while it is alive
     events: Sequence[EventSource] = ()  # as the file says it
+    name: str = ""  # for people, replaced like labels; the address, where it has none
+    incarnation: str = ""  # of who is there, such as a pod's uid
     alive: bool = True
 
 
@@ -56,6 +59,7 @@ class Pool:
         self.capacity = FIRST_CAPACITY  # the length of a column
         self.slots: NDArray[np.intp] = _frozen([])  # in use, ascending; replaced by an update
         self.revision = 0  # grows with each update that changed something
+        self.why_empty = NO_ENDPOINT  # as long as it is
         self._listeners: list[Listener] = []
         self._free: list[int] = list(range(self.capacity))  # a heap
         self._by_host: dict[str, list[int]] = {}
@@ -69,8 +73,8 @@ class Pool:
     def update(self, specs: Sequence[EndpointSpec]) -> None:
         """Make these the endpoints: others are removed, new ones added, the rest kept.
 
-        New labels of an endpoint that stays are taken over, and its state is kept. One whose events
-        come from elsewhere than before is another.
+        New labels of an endpoint that stays are taken over, and its state is kept. One of another
+        incarnation, or whose events come from elsewhere than before, is another.
 
         Raises:
             ValueError: an address that is no `ip:port`, one given twice, event sources that cannot
@@ -80,21 +84,32 @@ class Pool:
         gone = [
             endpoint
             for endpoint in self.endpoints.values()
-            if endpoint.address not in wanted or wanted[endpoint.address].events != endpoint.events
+            if (new_one := wanted.get(endpoint.address)) is None
+            or new_one.events != endpoint.events
+            or new_one.incarnation != endpoint.incarnation
         ]
         for endpoint in gone:
             del self.endpoints[endpoint.address]
             endpoint.alive = False
             heapq.heappush(self._free, endpoint.slot)
         new, changed = [], bool(gone)
-        for address, (host, port, labels, events) in wanted.items():
+        for address, one in wanted.items():
             known = self.endpoints.get(address)
             if known is None:
-                endpoint = Endpoint(address, host, port, labels, self._take_slot(), events)
+                endpoint = Endpoint(
+                    address,
+                    one.host,
+                    one.port,
+                    one.labels,
+                    self._take_slot(),
+                    one.events,
+                    one.name or address,
+                    one.incarnation,
+                )
                 self.endpoints[address] = endpoint
                 new.append(endpoint)
-            elif known.labels != labels:
-                known.labels = labels
+            elif known.labels != one.labels or known.name != (one.name or address):
+                known.labels, known.name = one.labels, one.name or address
                 changed = True
         if changed or new:
             self._tell(gone, new)
@@ -215,6 +230,8 @@ class _Wanted(NamedTuple):
     port: int
     labels: Mapping[str, str]
     events: Sequence[EventSource]
+    name: str
+    incarnation: str
 
 
 def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, _Wanted]:
@@ -232,7 +249,9 @@ def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, _Wanted]:
             if (publisher := written(source).live) in publishers:
                 raise ValueError(f"event address {publisher} is given twice")
             publishers.add(publisher)
-        wanted[address] = _Wanted(host, port, dict(spec.labels), tuple(spec.events))
+        wanted[address] = _Wanted(
+            host, port, dict(spec.labels), tuple(spec.events), spec.name, spec.incarnation
+        )
     return wanted
 
 

@@ -109,3 +109,11 @@ def test_every_tenant_has_a_fit_name(name: str):
 def test_the_default_has_to_be_a_name():
     with pytest.raises(ValueError, match=r"identity\.default: '' is no name"):
         Identities(Settings(default=""))
+
+
+def test_of_several_headers_the_first_that_is_there_tells():
+    identities = Identities(Settings(header="X-New, x-old", required=True))
+    assert identities.headers == ("x-new", "x-old")
+    assert identities.caller({"x-old": "a"}).tenant == "a"
+    assert identities.caller({"x-old": "a", "x-new": "b"}).tenant == "b"
+    assert refusal(identities, {}).message == "send the header x-new or the header x-old"
