@@ -12,12 +12,13 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
+from picker.kubernetes import settings as kubernetes
 from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -33,10 +34,12 @@ from picker.server import ExtProcServer
 from picker.sessions import Sessions
 
 if TYPE_CHECKING:
+    from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
 
+STARTING = "starting"  # not ready yet, and nothing is wrong
 LAME_SECONDS = 1.0  # between "not ready" and closed doors: for probes to see it
 
 
@@ -63,6 +66,7 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        kubernetes.check(config)
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
@@ -87,13 +91,16 @@ class Service:
             gate=self._gate,
         )
         self._pool.update(config.pool.endpoints)
-        self._not_ready: str | None = "starting"
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate)
+        self._not_ready: str | None = STARTING
         self._servers: _Servers | None = None
         self._store: Store | None = None  # of quotas
 
     @property
     def not_ready(self) -> str | None:
         """Why requests are not welcome; None when they are."""
+        if self._not_ready == STARTING and self._kubernetes is not None:
+            return self._kubernetes.waiting_for or STARTING
         return self._not_ready
 
     @property
@@ -112,7 +119,8 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
-            ValueError: a file that the configuration names cannot be used.
+            ValueError: a file that the configuration names cannot be used, or there are no
+                credentials for Kubernetes.
         """
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
@@ -127,13 +135,18 @@ class Service:
         )
         await self._prefix.start()
         await self._scraper.start()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load, and what it holds, or failed to.
+        """Wait until it is known which pods there are, and each has told its load, and what it
+        holds, or failed to.
 
         From then on the service is ready.
         """
+        if self._kubernetes is not None:
+            await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
@@ -154,6 +167,8 @@ class Service:
     async def stop(self) -> None:
         """End everything now."""
         self._not_ready = "stopped"
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -166,10 +181,24 @@ class Service:
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.
 
+        Where the pods are found in Kubernetes, the file has none to take over.
+
         Raises:
             ValueError: endpoints that there cannot be; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        listed = self._kubernetes is None and not kubernetes.is_used(config)
+        endpoints = config.pool.endpoints if listed else self.config.pool.endpoints
+        if listed:
+            self._list(endpoints)
+        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
+        self.config = msgspec.structs.replace(self.config, pool=pool)
+        if changed := _differing(self.config, config):
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -179,12 +208,6 @@ class Service:
                 len(after),
                 len(after - before),
                 len(before - after),
-            )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
             )
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
@@ -210,9 +233,27 @@ class Service:
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
-            not_ready=lambda: self._not_ready,
+            not_ready=lambda: self.not_ready,
             gate=self._gate,
+            kubernetes=self._kubernetes,
         )
+
+
+def _kubernetes_pool(config: Config, pool: Pool, gate: Gate | None) -> KubernetesPool | None:
+    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
+    if not kubernetes.is_used(config):
+        return None
+    try:
+        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"pool.kubernetes needs the Python package {missing.name}: "
+            "pip install 'warmpath[kubernetes]'"
+        ) from missing
+    flow = None if gate is None else gate.flow
+    return KubernetesPool(
+        config, pool, on_priorities=None if flow is None else flow.objectives.update
+    )
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from picker.config import EndpointSpec, Events, EventSource
-from picker.kubernetes.objects import InferencePool, Pod, XInferencePool
+from picker.kubernetes.objects import MAX_PORTS, InferencePool, Pod, XInferencePool
 from picker.pool import MAX_ENDPOINTS, parse_address
 
-MAX_PORTS = 8  # of an InferencePool
 MAX_LABELS = 64  # of a pod, that filters and scorers see
 MAX_ACTIVE_PORTS = 1024  # characters of the annotation that are read
 

@@ -108,8 +108,9 @@ class KubernetesPool:
         """What the first round waits for; empty once it is over."""
         if self.synced:
             return ""
-        errors = (each.error for each in self.reflectors if each.phase is not Phase.ABSENT)
-        return next(filter(None, errors), "") or self._absence() or "its pods are not known yet"
+        needed = [] if self._selection is None else [*self._selection.reflectors]
+        errors = (each.error for each in (self._pools, *needed) if each is not None)
+        return next(filter(None, errors), "") or self._absence() or "the pods are not known yet"
 
     @property
     def reflectors(self) -> list[Reflector[Any]]:
