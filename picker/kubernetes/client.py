@@ -211,7 +211,7 @@ async def _identity(settings: Kubernetes) -> tuple[Configuration, str]:
             raise ValueError(
                 f"pool.kubernetes: the service account cannot be used: {problem}"
             ) from None
-    path = settings.kubeconfig or _usual_kubeconfig()
+    path = _kubeconfig(settings)
     try:
         loader = await load_kube_config(
             config_file=path, client_configuration=configuration, persist_config=False
@@ -224,8 +224,14 @@ async def _identity(settings: Kubernetes) -> tuple[Configuration, str]:
         raise ValueError(f"pool.kubernetes: {path} has not the shape of a kubeconfig") from problem
 
 
-def _usual_kubeconfig() -> str:
-    """Raises ValueError where there is none."""
+def _kubeconfig(settings: Kubernetes) -> str:
+    """A file, or several with colons between them. Raises ValueError where there is none."""
+    if settings.kubeconfig:
+        if not Path(settings.kubeconfig).is_file():
+            raise ValueError(
+                f"pool.kubernetes: kubeconfig {settings.kubeconfig}: there is no such file"
+            )
+        return settings.kubeconfig
     path = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     if not any(Path(each).expanduser().is_file() for each in path.split(os.pathsep) if each):
         raise ValueError(

@@ -23,6 +23,7 @@ from picker.kubernetes.objects import (
 from picker.kubernetes.pace import Pace
 from picker.kubernetes.reflector import Phase, Reflector
 from picker.kubernetes.resource import Resource
+from picker.request import MAX_MODEL
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +161,13 @@ def rules(rewrites: Iterable[InferenceModelRewrite], group: str, pool: str) -> l
 
 
 def _rule(rule: RewriteRule) -> Rewrite | None:
-    """None where the rule has no target, or matches that we do not know: it must not match all."""
+    """None where a target is no model, or a match is none that we know: it must not match all."""
     matches = rule.matches or []
     models = [match.model.value for match in matches if match.model.type == "Exact"]
-    targets = [target for target in rule.targets if target.model_rewrite]
-    if len(models) < len(matches) or not all(models) or not targets:
+    if len(models) < len(matches) or not all(models) or len(models) > MAX_MODELS:
         return None
-    if len(models) > MAX_MODELS or len(targets) > MAX_MODELS:
+    targets = rule.targets
+    if not 0 < len(targets) <= MAX_MODELS or not all(_fit(each.model_rewrite) for each in targets):
         return None
     return Rewrite(
         models=models,
@@ -178,6 +179,11 @@ def _rule(rule: RewriteRule) -> Rewrite | None:
             for target in targets
         ],
     )
+
+
+def _fit(name: str) -> bool:
+    """Whether a model can be called so."""
+    return 0 < len(name) <= MAX_MODEL and name.isprintable() and name == name.strip()
 
 
 def _counts(thing: Thing) -> bool:

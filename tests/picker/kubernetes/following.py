@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -77,6 +78,11 @@ class Followed:
                     await asyncio.wait_for(self.changed.wait(), 0.01)
                 except TimeoutError:
                     continue
+
+
+def event(what: str, thing: object) -> bytes:
+    """A line of a watch."""
+    return json.dumps({"type": what, "object": thing}).encode() + b"\n"
 
 
 def config_of(api: KubernetesApi, settings: Mapping[str, Any], **more: Any) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from picker.kubernetes.reflector import Phase, Reflector
 from picker.kubernetes.resource import Resource, pods
 from tests.kubernetes_api import KubernetesApi, kubeconfig, running_kubernetes
 from tests.kubernetes_objects import objective, pod
-from tests.picker.kubernetes.following import DEADLINE, QUICK
+from tests.picker.kubernetes.following import DEADLINE, QUICK, event
 
 OBJECTIVES = f"inferenceobjectives.{X_GROUP}"
 
@@ -139,10 +138,6 @@ async def test_slow_events_are_not_lost():
         each.api.release()
         await each.until(lambda: len(each.names) == 51 and "p7" not in each.names)
         assert each.reflector.watches == 1
-
-
-def event(what: str, thing: object) -> bytes:
-    return json.dumps({"type": what, "object": thing}).encode() + b"\n"
 
 
 ABOUT = {"name": "evil", "resourceVersion": "999999"}
