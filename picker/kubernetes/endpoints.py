@@ -124,12 +124,13 @@ def active_ports(annotation: str, ports: Sequence[int]) -> set[int]:
 
 
 def _without_conflicts(pods: Mapping[str, tuple[Pod, list[EndpointSpec], str]]) -> Found:
-    found, owners = Found(), dict[str, Pod]()
-    taken: dict[str, EndpointSpec] = {}
-    for pod, specs, _ in sorted(pods.values(), key=lambda each: _age(each[0])):
+    owners: dict[str, Pod] = {}
+    for pod, specs, _ in pods.values():
         for spec in specs:
-            owners[spec.address] = pod  # the newer one comes later
-            taken[spec.address] = spec
+            other = owners.setdefault(spec.address, pod)
+            if other is not pod and _age(pod) > _age(other):
+                owners[spec.address] = pod
+    found = Found()
     for name in sorted(pods):
         pod, specs, why = pods[name]
         own = [spec for spec in specs if owners[spec.address] is pod]
