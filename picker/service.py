@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,7 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, EndpointSpec, Prefix
+from picker.config import Config, EndpointSpec, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
@@ -94,7 +95,7 @@ class Service:
             rewrites=self.rewrites,
         )
         self._pool.update(config.pool.endpoints)
-        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate)
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
         self._not_ready: str | None = STARTING
         self._servers: _Servers | None = None
         self._store: Store | None = None  # of quotas
@@ -213,6 +214,10 @@ class Service:
                 len(before - after),
             )
 
+    def _take_rules(self, rules: Sequence[Rewrite]) -> None:
+        """Rewrite by the cluster's rules, after those of the file, which win."""
+        self.rewrites.update([*self.config.rewrites, *rules])
+
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
         """Let the configured administer quotas. Returns the port."""
         quota, listen = self.config.quota, self.config.listen
@@ -242,7 +247,12 @@ class Service:
         )
 
 
-def _kubernetes_pool(config: Config, pool: Pool, gate: Gate | None) -> KubernetesPool | None:
+def _kubernetes_pool(
+    config: Config,
+    pool: Pool,
+    gate: Gate | None,
+    take_rules: Callable[[Sequence[Rewrite]], None],
+) -> KubernetesPool | None:
     """What keeps the pool as Kubernetes has it; None: that is not wanted."""
     if not kubernetes.is_used(config):
         return None
@@ -254,9 +264,8 @@ def _kubernetes_pool(config: Config, pool: Pool, gate: Gate | None) -> Kubernete
             "pip install 'warmpath[kubernetes]'"
         ) from missing
     flow = None if gate is None else gate.flow
-    return KubernetesPool(
-        config, pool, on_priorities=None if flow is None else flow.objectives.update
-    )
+    take_priorities = None if flow is None else flow.objectives.update
+    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:

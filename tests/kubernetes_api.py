@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -425,15 +426,17 @@ def _selected(thing: Object, watcher: Watcher) -> bool:
 
 
 @asynccontextmanager
-async def running_kubernetes(absent: Iterable[str] = ()) -> AsyncIterator[KubernetesApi]:
+async def running_kubernetes(
+    absent: Iterable[str] = (), tls: ssl.SSLContext | None = None
+) -> AsyncIterator[KubernetesApi]:
     api = KubernetesApi(absent)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", api.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    api.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     with tempfile.TemporaryDirectory() as api.folder:
         try:
             yield api

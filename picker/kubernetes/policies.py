@@ -62,6 +62,7 @@ class Policies:
         self._on_rules = on_rules
         self._objectives: list[Reflector[InferenceObjective]] = []
         self._rewrites: list[Reflector[InferenceModelRewrite]] = []
+        self._seen: list[int] = []  # revisions of what was handed on
         self._priorities: dict[str, int] = {}
         self._rules: list[Rewrite] = []
         for group in (X_GROUP, LLM_D_GROUP):  # of two objectives of one name the latter counts
@@ -95,6 +96,10 @@ class Policies:
 
     def apply(self) -> None:
         """Hand on what has changed."""
+        revisions = [each.revision for each in self.reflectors]
+        if revisions == self._seen:
+            return
+        self._seen = revisions
         group, pool = self._settings.group, self._settings.pool
         if self._on_priorities is not None:
             now = priorities(_all(self._objectives), group, pool)
@@ -174,7 +179,7 @@ def _rule(rule: RewriteRule) -> Rewrite | None:
         targets=[
             RewriteTarget(
                 model=target.model_rewrite,
-                weight=max(1, min(MAX_WEIGHT, 1 if target.weight is None else target.weight)),
+                weight=max(0, min(MAX_WEIGHT, 1 if target.weight is None else target.weight)),
             )
             for target in targets
         ],

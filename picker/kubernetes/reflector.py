@@ -104,6 +104,7 @@ class Reflector(Generic[T]):
         self.heard: float | None = None  # when, by time.monotonic; None: never
         self.watches = 0  # that were begun
         self.lists = 0  # that were complete
+        self.revision = 0  # grows whenever `objects` may have changed
         self._api = api
         self._decode = msgspec.json.Decoder(kind).decode
         self._on_change = on_change
@@ -157,6 +158,7 @@ class Reflector(Generic[T]):
         if self.phase is Phase.SYNCED and now < self._absent_since + self._pace.absent_after:
             self._fail(absent, Phase.FAILING)
             return False
+        self.revision += 1
         self.objects, self.version = {}, ""  # a CRD takes its objects with it
         self.phase = Phase.ABSENT
         self._fail(absent, Phase.ABSENT)
@@ -205,6 +207,7 @@ class Reflector(Generic[T]):
         self.objects, self.version = found, page.metadata.resource_version
         self.phase = Phase.SYNCED
         self.lists += 1
+        self.revision += 1
         self._well()
         self._on_change()
 
@@ -296,6 +299,7 @@ class Reflector(Generic[T]):
             raise ApiError(f"{self.resource}: no event came: {problem}") from None
         if event.type == "ERROR":
             raise self._told(event.object)
+        self.revision += event.type != "BOOKMARK"
         version, self.version = self.version, ""  # whatever goes wrong now needs a list
         if event.type in ("ADDED", "MODIFIED"):
             version = self._put(self.objects, event.object)

@@ -14,9 +14,10 @@ import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from picker.config import parse
+from picker.director import Pick
 from picker.service import Service
 from tests.kubernetes_api import KubernetesApi, kubeconfig, running_kubernetes
-from tests.kubernetes_objects import inference_pool, objective, pod
+from tests.kubernetes_objects import inference_pool, objective, pod, rewrite
 from tests.picker.test_service import (
     DEADLINE,
     PAGE,
@@ -178,6 +179,27 @@ async def test_an_objective_of_the_cluster_gives_its_priority():
         async with busy_service(api) as (_, port):
             assert "the priority is below 0" in await refusal(port, "batch")
             assert "no pod had room" in await refusal(port, "chat")
+
+
+async def test_rewrites_of_the_cluster_count_after_those_of_the_file():
+    async with running_kubernetes() as api, model_server() as address:
+        apply_pods(api, a=address)
+        api.apply(rewrite("r", [(["m"], [("cluster", None)]), (["n"], [("also", None)])]))
+        more = "rewrites: [{models: [m], targets: [{model: file}]}]"
+        async with running(parse(text_for(api, more=more))) as (service, _):
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+
+            def sent_as(model: str) -> str | None:
+                raw = json.dumps(body | {"model": model}).encode()
+                headers = {"content-type": "application/json"}
+                pick = service.director.route("POST", "/v1/chat/completions", headers, raw)
+                assert isinstance(pick, Pick)
+                return pick.model
+
+            assert [sent_as(model) for model in ("m", "n", "o")] == ["file", "also", "o"]
+            api.delete(rewrite("r", []))
+            await until(lambda: sent_as("n") == "n")
+            assert sent_as("m") == "file"
 
 
 async def test_a_reload_neither_empties_the_pool_nor_ends_the_watch(caplog):

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+from kubernetes_asyncio.config import incluster_config
 
 from picker.config import ConfigError, Kubernetes, parse
+from picker.kubernetes import client
 from picker.kubernetes.client import Api
+from picker.kubernetes.resource import pods
 from picker.service import check_config
 from tests.kubernetes_api import kubeconfig, running_kubernetes
+from tests.kubernetes_objects import pod
 
 POOL = "pool:\n  kubernetes:\n    "
 
@@ -103,6 +115,52 @@ async def test_in_a_pod_the_service_account_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     with pytest.raises(ValueError, match="the service account cannot be used: Service token file"):
         await Api.connect(Kubernetes(pool="demo"))
+
+
+def certificate(folder: Path) -> Path:
+    """A file with a key and a certificate for 127.0.0.1 that vouches for itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "server.pem"
+    path.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + signed.public_bytes(Encoding.PEM)
+    )
+    return path
+
+
+async def test_in_a_pod_the_service_account_is_who_we_are(monkeypatch, tmp_path):
+    pem = certificate(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(pem)
+    async with running_kubernetes(tls=tls) as server:
+        server.apply(pod("a", "10.0.0.1", namespace="prod"))
+        token, namespace = tmp_path / "token", tmp_path / "namespace"
+        token.write_text(server.token)
+        namespace.write_text("prod\n")
+        monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+        monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(pem))
+        monkeypatch.setattr(client, "NAMESPACE_FILE", namespace)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", server.url.rpartition(":")[2])
+        api = await Api.connect(Kubernetes(pool="demo"))
+        assert api.namespace == "prod"
+        assert b"10.0.0.1" in await api.call("list", pods(api.namespace))
+        server.token = "the next one"
+        token.write_text(server.token)
+        assert b"10.0.0.1" in await api.call("list", pods(api.namespace)), "tokens are short-lived"
+        await api.close()
 
 
 def test_without_kubernetes_its_package_is_not_loaded_and_with_it_its_absence_is_said(tmp_path):
