@@ -63,6 +63,7 @@ class Policies:
         self._objectives: list[Reflector[InferenceObjective]] = []
         self._rewrites: list[Reflector[InferenceModelRewrite]] = []
         self._seen: list[int] = []  # revisions of what was handed on
+        self._problems: list[str] = []  # that were logged
         self._priorities: dict[str, int] = {}
         self._rules: list[Rewrite] = []
         for group in (X_GROUP, LLM_D_GROUP):  # of two objectives of one name the latter counts
@@ -101,18 +102,23 @@ class Policies:
             return
         self._seen = revisions
         group, pool = self._settings.group, self._settings.pool
+        problems: list[str] = []
         if self._on_priorities is not None:
-            now = priorities(_all(self._objectives), group, pool)
+            now = priorities(_all(self._objectives), group, pool, problems)
             if now != self._priorities:
                 log.info("InferenceObjectives of the pool: %d", len(now))
                 self._priorities = now
                 self._on_priorities(now)
         if self._on_rules is not None:
-            ordered = rules(_all(self._rewrites), group, pool)
+            ordered = rules(_all(self._rewrites), group, pool, problems)
             if ordered != self._rules:
                 log.info("Rules of InferenceModelRewrites of the pool: %d", len(ordered))
                 self._rules = ordered
                 self._on_rules(ordered)
+        for problem in problems:
+            if problem not in self._problems:
+                log.warning("%s", problem)
+        self._problems = problems
 
 
 def _all(reflectors: Iterable[Reflector[T]]) -> Iterable[T]:
@@ -125,25 +131,34 @@ def is_of(ref: PoolRef, group: str, pool: str) -> bool:
     return (ref.group, ref.kind, ref.name) == (group, "InferencePool", pool)
 
 
-def priorities(objectives: Iterable[InferenceObjective], group: str, pool: str) -> dict[str, int]:
-    """Priority by objective, of those for this pool; of two of one name the latter's."""
+def priorities(
+    objectives: Iterable[InferenceObjective], group: str, pool: str, problems: list[str]
+) -> dict[str, int]:
+    """Priority by objective, of those for this pool; of two of one name the latter's.
+
+    What is left out is put into `problems`, for people.
+    """
     found: dict[str, int] = {}
     for objective in objectives:
         name = objective.metadata.name
-        is_new = name not in found
         if not _counts(objective) or not is_of(objective.spec.pool_ref, group, pool):
             continue
-        if is_new and len(found) >= MAX_OBJECTIVES:
-            log.error("Of this pool's InferenceObjectives only %d are followed", MAX_OBJECTIVES)
+        if name not in found and len(found) >= MAX_OBJECTIVES:
+            problems.append(f"InferenceObjectives: only {MAX_OBJECTIVES} are followed")
             break
         priority = objective.spec.priority or 0
         found[name] = max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
     return found
 
 
-def rules(rewrites: Iterable[InferenceModelRewrite], group: str, pool: str) -> list[Rewrite]:
+def rules(
+    rewrites: Iterable[InferenceModelRewrite], group: str, pool: str, problems: list[str]
+) -> list[Rewrite]:
     """The rules for this pool in the order of their precedence: those that name a model before
-    those for any, then of the oldest resource, then as they stand there."""
+    those for any, then of the oldest resource, then as they stand there.
+
+    What is left out is put into `problems`, for people.
+    """
     own = [
         rewrite
         for rewrite in rewrites
@@ -154,12 +169,15 @@ def rules(rewrites: Iterable[InferenceModelRewrite], group: str, pool: str) -> l
     for rewrite in own:
         for number, rule in enumerate(rewrite.spec.rules):
             if len(exact) + len(generic) >= MAX_RULES:
-                log.error("Of this pool's rules of rewrites only %d are followed", MAX_RULES)
+                problems.append(f"InferenceModelRewrites: only {MAX_RULES} rules are followed")
                 return exact + generic
             read = _rule(rule)
             if read is None:
                 name = rewrite.metadata.name
-                log.warning("InferenceModelRewrite %s: rule %d makes no sense", name, number)
+                problems.append(
+                    f"InferenceModelRewrite {name}: spec.rules[{number}] is left out: a target is "
+                    "no model's name, or a match is of a type that is not known"
+                )
             else:
                 (exact if read.models else generic).append(read)
     return exact + generic

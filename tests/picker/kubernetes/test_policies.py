@@ -123,7 +123,9 @@ async def test_a_target_that_cannot_be_a_model_is_left_out_and_the_other_rules_h
             for i in range(3):
                 api.apply(pod(f"p{i}", f"10.0.0.{i}"))
                 await followed.until(lambda: len(followed.addresses) == i + 1)  # noqa: B023
-            assert caplog.text.count("InferenceModelRewrite r: rule 0 ") == 1, "said once"
+            assert caplog.text.count("InferenceModelRewrite r: spec.rules[0] is left out") == 1, (
+                "said once"
+            )
 
 
 async def test_a_rule_that_matches_in_a_way_we_do_not_know_matches_nothing():
