@@ -40,6 +40,8 @@ from picker.tls import ServerTls
 
 if TYPE_CHECKING:
     from picker.kubernetes.cluster import Cluster
+    from picker.kubernetes.follow import KubernetesPool
+    from picker.kubernetes.view import KubernetesView
     from picker.prefix.precise import EventsPrefix
 
 DEFAULT_LIMIT = 100  # picks on a page
@@ -65,6 +67,7 @@ class Views:
     gate: Gate | None = None  # where there are quotas or flow control
     tls: ServerTls | None = None  # of the gRPC port, where it has it
     cluster: Cluster | None = None  # where Kubernetes is asked who leads, or who reads
+    kubernetes: KubernetesPool | None = None  # where the pods are found there
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -101,6 +104,7 @@ class Pages:
         self._events = None if views.events is None else EventsView(views.events, views.pool)
         self._gate = views.gate
         self._fairness = _fairness_view(views)
+        self._kubernetes = _kubernetes_view(views)
         self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
@@ -133,6 +137,8 @@ class Pages:
             all_pages.append(self._views.tls.page())
         if self._views.cluster is not None and self._views.cluster.leader is not None:
             all_pages.append(self._views.cluster.leader.page())
+        if self._kubernetes is not None:
+            all_pages.append(self._kubernetes.page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -166,6 +172,7 @@ class Pages:
             pods.append(
                 {
                     "address": address,
+                    "name": endpoint.name,
                     "labels": dict(endpoint.labels),
                     "fresh": load.fresh,
                     "loadAgeSeconds": load.age,
@@ -190,6 +197,7 @@ class Pages:
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
+                "kubernetes": None if self._kubernetes is None else self._kubernetes.state(),
             }
         )
 
@@ -250,6 +258,14 @@ class Pages:
             mode = self._views.config().prefix.mode
             raise Refusal(404, "no_index", f"no KV events are followed: prefix.mode is {mode}")
         return self._events
+
+
+def _kubernetes_view(views: Views) -> KubernetesView | None:
+    if views.kubernetes is None:
+        return None
+    from picker.kubernetes.view import KubernetesView  # its package need not be installed
+
+    return KubernetesView(views.kubernetes)
 
 
 def _fairness_view(views: Views) -> FairnessView | None:

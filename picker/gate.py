@@ -190,7 +190,7 @@ class Gate:
         answer = await quotas.admit(
             Ask(
                 caller.subject,
-                request.model or "",
+                request.asked_model or request.model or "",
                 request.prompt_tokens,
                 request.most_output,
                 caller.digest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,12 +13,13 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
+from picker.kubernetes import settings as kubernetes
 from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -28,6 +29,7 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import LAST_WORDS_SECONDS, ExtProcServer
@@ -36,9 +38,12 @@ from picker.tls import ServerTls, check_settings
 
 if TYPE_CHECKING:
     from picker.kubernetes.cluster import Cluster
+    from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
+
+STARTING = "starting"  # not ready yet, and nothing is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         check_settings(config.listen.tls)
         self.config = config
+        kubernetes.check(config)
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
@@ -77,6 +83,7 @@ class Service:
         self._pool.listen(self._metrics)
         self._journal = Journal()
         scheduler = Scheduler(config.scheduling)
+        self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
         self.director = Director(
             pool=self._pool,
             load=self._load,
@@ -87,10 +94,12 @@ class Service:
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
+            rewrites=self.rewrites,
         )
         self._pool.update(config.pool.endpoints)
         self._cluster = _cluster(config, self._tell)
-        self._not_ready: str | None = "starting"  # for a reason of our own
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
+        self._not_ready: str | None = STARTING  # for a reason of our own
         self._servers: _Servers | None = None
         self._tls: ServerTls | None = None  # of the gRPC port, where it has it
         self._watching: asyncio.Task[None] | None = None  # its files
@@ -101,6 +110,8 @@ class Service:
         """Why requests are not welcome; None when they are."""
         if self._not_ready is None and self._cluster is not None:
             return self._cluster.why_not_leading
+        if self._not_ready == STARTING and self._kubernetes is not None:
+            return self._kubernetes.waiting_for or STARTING
         return self._not_ready
 
     def _tell(self) -> None:
@@ -124,7 +135,8 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
-            ValueError: a file that the configuration names cannot be used.
+            ValueError: a file that the configuration names cannot be used, or there are no
+                credentials for Kubernetes.
         """
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
@@ -151,13 +163,18 @@ class Service:
         )
         await self._prefix.start()
         await self._scraper.start()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load, and what it holds, or failed to.
+        """Wait until it is known which pods there are, and each has told its load, and what it
+        holds, or failed to.
 
         From then on the service is ready.
         """
+        if self._kubernetes is not None:
+            await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
@@ -199,6 +216,8 @@ class Service:
             self._watching.cancel()
         if self._cluster is not None:
             await self._cluster.close()
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -211,10 +230,24 @@ class Service:
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.
 
+        Where the pods are found in Kubernetes, the file has none to take over.
+
         Raises:
             ValueError: endpoints that there cannot be; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        listed = self._kubernetes is None and not kubernetes.is_used(config)
+        endpoints = config.pool.endpoints if listed else self.config.pool.endpoints
+        if listed:
+            self._list(endpoints)
+        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
+        self.config = msgspec.structs.replace(self.config, pool=pool)
+        if changed := _differing(self.config, config):
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -225,12 +258,10 @@ class Service:
                 len(after - before),
                 len(before - after),
             )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
-            )
+
+    def _take_rules(self, rules: Sequence[Rewrite]) -> None:
+        """Rewrite by the cluster's rules, after those of the file, which win."""
+        self.rewrites.update([*self.config.rewrites, *rules])
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
         """Let the configured administer quotas. Returns the port."""
@@ -278,6 +309,29 @@ def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
             f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
         ) from missing
     return Cluster(config, on_change)
+            kubernetes=self._kubernetes,
+        )
+
+
+def _kubernetes_pool(
+    config: Config,
+    pool: Pool,
+    gate: Gate | None,
+    take_rules: Callable[[Sequence[Rewrite]], None],
+) -> KubernetesPool | None:
+    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
+    if not kubernetes.is_used(config):
+        return None
+    try:
+        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"pool.kubernetes needs the Python package {missing.name}: "
+            "pip install 'warmpath[kubernetes]'"
+        ) from missing
+    flow = None if gate is None else gate.flow
+    take_priorities = None if flow is None else flow.objectives.update
+    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:

@@ -9,12 +9,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from picker.config import Config, Flow, Identity, Quota, Saturation
+from picker.config import (
+    Config,
+    Flow,
+    Identity,
+    Quota,
+    Rewrite,
+    RewriteTarget,
+    Saturation,
+)
 from picker.director import Outcome, Pick
 from picker.engines import LoadReport
 from picker.journal import detail
@@ -438,3 +447,18 @@ class Interleavings(RuleBasedStateMachine):
 
 Interleavings.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestInterleavings = Interleavings.TestCase
+
+
+async def test_limits_are_for_the_model_that_is_asked_for(house: House) -> None:
+    """Whatever it is sent as, which changes from request to request."""
+    targets = [RewriteTarget(model="target"), RewriteTarget(model="canary")]
+    house.core.director.rewrites.update([Rewrite(models=["llama"], targets=targets)])
+    limits = {"llama": "requests=3/day", "target": "requests=1/day", "canary": "requests=1/day"}
+    for model, limit in limits.items():
+        of_model = msgspec.structs.replace(parse_limit(limit), model=model)
+        await house.editor.set("tenant/alice", [of_model], why=Why())
+    for _ in range(3):
+        (await house.ask()).end(Outcome.COMPLETED)
+    with pytest.raises(Refusal) as refusal:
+        await house.ask()
+    assert refusal.value.status == 429
