@@ -288,6 +288,7 @@ class Service:
             config=lambda: self.config,
             not_ready=lambda: self.not_ready,
             gate=self._gate,
+            kubernetes=self._kubernetes,
             tls=self._tls,
             cluster=self._cluster,
         )
@@ -309,8 +310,6 @@ def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
             f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
         ) from missing
     return Cluster(config, on_change)
-            kubernetes=self._kubernetes,
-        )
 
 
 def _kubernetes_pool(

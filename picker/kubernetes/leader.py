@@ -82,7 +82,9 @@ class Leader:
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
         resignation = self._election.resign()
-        self._look("this picker ends")
+        self._told = False
+        self._look("")
+        self._on_change()
         if resignation is None:
             return
         try:
