@@ -34,7 +34,9 @@ from picker.prefix.match import PrefixProducer
 from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
+from picker.reload import Reloads
 from picker.request import parse
+from picker.tls import ServerTls
 
 if TYPE_CHECKING:
     from picker.prefix.precise import EventsPrefix
@@ -60,6 +62,8 @@ class Views:
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
     gate: Gate | None = None  # where there are quotas or flow control
+    reloads: Reloads = field(default_factory=Reloads)
+    tls: ServerTls | None = None  # of the gRPC port, where it has it
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -74,6 +78,7 @@ def make_app(views: Views) -> web.Application:
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
             web.get("/config", pages.config),
+            web.get("/debug/config", pages.reloads),
             web.get("/debug/state", pages.state),
             web.get("/debug/decisions", pages.decisions),
             web.get("/debug/index", pages.prefix_index),
@@ -102,6 +107,7 @@ class Pages:
             "/metrics                          for Prometheus\n"
             "/healthz  /readyz                 for probes\n"
             "/config                           the configuration in force (?format=json)\n"
+            "/debug/config                     whether the file's last change was taken over\n"
             "/debug/state                      the pods, as the picker sees them\n"
             f"/debug/decisions?limit={DEFAULT_LIMIT}        the last picks, newest first\n"
             "/debug/decisions?request_id=ID    one pick, with the scores of every candidate\n"
@@ -114,13 +120,19 @@ class Pages:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text: the picker's numbers, and those of its process."""
         page = bytearray()
-        all_pages = [self._gauges.page(), self._views.metrics.page()]
+        all_pages = [
+            self._gauges.page(),
+            self._views.metrics.page(),
+            self._views.reloads.page(),
+        ]
         if self._events is not None:
             all_pages.append(EventGauges(self._events).page())
         if self._fairness is not None:
             all_pages.append(FlowGauges(self._fairness).page())
         if self._gate is not None and self._gate.quotas is not None:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
+        if self._views.tls is not None:
+            all_pages.append(self._views.tls.page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -143,6 +155,10 @@ class Pages:
         if request.query.get("format") == "json":
             return _json(data)
         return web.Response(text=plain(data), content_type="application/yaml")
+
+    async def reloads(self, request: web.Request) -> web.Response:
+        """Whether the file's last change was taken over, or why not."""
+        return _json(self._views.reloads.state())
 
     async def state(self, request: web.Request) -> web.Response:
         """The pods as the picker sees them now. `null` is a number that a pod does not tell."""

@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
 from picker.document import ConfigError, Document, Place, nearest, read_text, shown
 
 MIB = 1 << 20
+T = TypeVar("T")
+ENGINES = ("vllm", "sglang", "trtllm", "triton")  # whose metrics are known
 
 
 class Duration(float):
@@ -38,7 +40,7 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 HalfShare = Annotated[float, msgspec.Meta(gt=0, le=0.5)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
-Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+Weight = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -107,12 +109,32 @@ class PoolSection(Section, frozen=True):
     name: str = "default"
     endpoints: list[EndpointSpec] = []
     kubernetes: Kubernetes = Kubernetes()
+    ignore_subset: bool = False  # pick among all, whatever subset the gateway names
+
+
+class EngineMetrics(Section, frozen=True):
+    """Where a kind of model server tells its load: `metric` or `metric{label="value"}`.
+
+    Empty: it does not.
+    """
+
+    waiting: str = ""
+    running: str = ""
+    kv_usage: str = ""  # 0 to 1
+    adapters: str = ""  # with vLLM's labels
+    cache_info: str = ""  # with vLLM's labels
 
 
 class Metrics(Section, frozen=True):
     """How model servers' load is read."""
 
-    engine: Literal["vllm", "sglang", "trtllm", "triton"] = "vllm"
+    engine: str = "vllm"  # of pods that no label tells it of
+    engine_label: str = ""  # of pods; empty: those that the field knows
+    engines: dict[str, EngineMetrics] = {}  # more of them, or others than ours of these names
+    scheme: Literal["http", "https"] = "http"
+    path: str = ""  # empty: the engine's
+    port: Port = 0  # 0: the endpoint's
+    insecure_skip_verify: bool = False  # of https: believe any certificate
     interval: Duration = Duration(0.05)  # while a pod is busy
     idle_interval: Duration = Duration(1.0)
     timeout: Duration = Duration(1.0)
@@ -141,7 +163,7 @@ class Prefix(Section, frozen=True):
 class PickerSection(Section, frozen=True):
     """How one endpoint is chosen by the scores."""
 
-    type: Literal["maxScore", "weightedRandom", "softmax", "powerOfTwo"] = "maxScore"
+    type: Literal["maxScore", "weightedRandom", "softmax", "powerOfTwo", "random"] = "maxScore"
     fallbacks: Few = 1  # endpoints named after the first, for retries
     temperature: float = 0.1  # of softmax
 
@@ -194,6 +216,7 @@ class Flow(Section, frozen=True):
     """The queue in front of busy pods."""
 
     enabled: bool = False
+    queue: bool = True  # False: nobody waits; below priority 0 requests are refused instead
     order: Literal["fcfs", "deadline"] = "fcfs"  # of one tenant's requests
     deadline_header: str = "x-slo-ttft-ms"  # milliseconds to the first token, for `deadline`
     ttl: Duration = Duration(60.0)  # a request waits no longer; 0s: until its client leaves
@@ -246,7 +269,7 @@ class Quota(Section, frozen=True):
 
 class RewriteTarget(Section, frozen=True):
     model: str
-    weight: Weight = 1
+    weight: Weight = 1  # of all its rule's; where all are 0, they share evenly
 
 
 class Rewrite(Section, frozen=True):
@@ -284,6 +307,9 @@ class Envoy(Section, frozen=True):
     timeout: Duration = Duration(3600.0)  # of a whole response
     idle_timeout: Duration = Duration(600.0)  # between two bytes of one
     retries: Few = 1
+    picker_ca: str = ""  # PEM file that verifies the picker; empty: listen.tls.certificate
+    certificate: str = ""  # PEM files that the picker is shown, where listen.tls.clientCa asks
+    key: str = ""
 
 
 class Config(Section, frozen=True):
@@ -300,6 +326,9 @@ class Config(Section, frozen=True):
     flow: Flow = Flow()
     quota: Quota = Quota()
     rewrites: list[Rewrite] = []  # the first that matches counts
+    # Headers that name the model to send a request as, such as x-gateway-model-name-rewrite. Anybody
+    # who reaches the gateway can send one, unless the gateway sets or removes it.
+    rewrite_headers: list[str] = []
     replicas: ReplicasSection = ReplicasSection()
     leader_election: LeaderElection = LeaderElection()
     envoy: Envoy = Envoy()
@@ -371,19 +400,50 @@ def parse(
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
         raise document.error((), f"expected keys with values, got {shown(data)}")
-    data = _known(document, data, Config, ())
-    try:
-        config = msgspec.convert(data, Config, dec_hook=_number)
-    except msgspec.ValidationError as problem:
-        raise _explained(document, data, str(problem)) from None
+    return build(document, data, check)
+
+
+def build(
+    document: Document, data: dict[str, Any], check: Callable[[Config], object] | None = None
+) -> Config:
+    """The configuration in a document's data, or in data that was made of it. See `load`."""
+    config = converted(document, data, Config)
     _check_ranges(document, config)
+    engine, engines = config.metrics.engine, {*ENGINES, *config.metrics.engines}
+    if engine not in engines:
+        where: Place = ("metrics", "engine")
+        raise document.error(where, f"{shown(engine)} is unknown; {nearest(engine, engines)}")
     if check is not None:
         try:
             check(config)
+        except ConfigError:
+            raise
         except ValueError as problem:
             place = document.mentioned(str(problem))
             raise document.error(place, str(problem)) from None
     return config
+
+
+def converted(
+    document: Document,
+    data: Any,
+    kind: type[T],
+    place: Place = (),
+    hook: Callable[[type, object], object] | None = None,
+) -> T:
+    """Data that stands at a place of a document, as a type.
+
+    Args:
+        hook: makes a value of a type that msgspec does not know, or raises ValueError.
+
+    Raises:
+        ConfigError: it cannot be that, at its place.
+    """
+    data = _known(document, data, kind, place)
+    try:
+        return msgspec.convert(data, kind, dec_hook=_number if hook is None else hook)
+    except msgspec.ValidationError as problem:
+        raise _explained(document, str(problem), kind, place) from None
 
 
 def as_data(config: Config) -> dict[str, Any]:
@@ -431,8 +491,8 @@ def _number(kind: type, value: object) -> object:
 
 def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
     """The data without keys that say nothing (null), once every key is found to be known."""
-    if get_origin(kind) is list and isinstance(data, list):
-        (item,) = get_args(kind)
+    if get_origin(kind) in (list, tuple) and isinstance(data, list):
+        item = get_args(kind)[0]
         return [_known(document, each, item, (*place, i)) for i, each in enumerate(data)]
     if not (isinstance(kind, type) and issubclass(kind, Section) and isinstance(data, dict)):
         return data
@@ -447,10 +507,10 @@ def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
     }
 
 
-def _explained(document: Document, data: Any, message: str) -> ConfigError:
-    """msgspec's error at its place in the file, in this file's words."""
+def _explained(document: Document, message: str, kind: Any, base: Place) -> ConfigError:
+    """msgspec's error at its place in the file, below `base`, in this file's words."""
     what, _, where = message.partition(" - at `$")
-    place: Place = ()
+    place = base
     for key, index in re.findall(r"\.([A-Za-z]+)|\[([0-9]+|\.\.\.)\]", where):
         if index == "...":  # some value of a mapping
             wrong = re.search(r"got `(\w+)`", what)
@@ -466,7 +526,9 @@ def _explained(document: Document, data: Any, message: str) -> ConfigError:
             expected += " (without quotes)"
         what = f"expected {expected}, got {shown(value)}"
     elif what.startswith("Invalid enum value"):
-        what = f"{shown(value)} is unknown; {nearest(str(value), _choices(place))}"
+        what = (
+            f"{shown(value)} is unknown; {nearest(str(value), _choices(kind, place[len(base) :]))}"
+        )
     elif what.startswith("Object missing required field"):
         what = f"the key {what.split('`')[1]!r} is missing"
     return document.error(place, what)
@@ -479,9 +541,8 @@ def _wrong_key(mapping: Any, got: str) -> str:
     return next((key for key, value in mapping.items() if type(value) is kind), "")
 
 
-def _choices(place: Place) -> list[str]:
+def _choices(kind: Any, place: Place) -> list[str]:
     """The words that a key takes."""
-    kind: Any = Config
     for key in place:
         kind = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}[str(key)]
     return [str(word) for word in get_args(kind)]

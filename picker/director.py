@@ -26,9 +26,10 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.rewrites import Rewrites
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
-from picker.splice import Splice, ask_for_usage
+from picker.splice import ModelRewrite, Splice, ask_for_usage, name_model
 from picker.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Pick:
     """One request on its way. Whatever ends it, `end` does the work that follows exactly once."""
 
     request_id: str
-    model: str | None
+    model: str | None  # that its pod is asked for
     path: str
     prompt_tokens: int
     decision: Decision
@@ -61,7 +62,8 @@ class Pick:
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
-    splice: Splice | None = None  # what its body is changed by on its way
+    splice: Splice | None = None  # asks for its usage, in its body on its way
+    rewrite: ModelRewrite | None = None  # names the model there, where another was asked for
     passage: Passage | None = None  # through the gate, while it runs, where there is one
     tenant: str | None = None  # the same, to be kept
     waited: float | None = None  # seconds in the queue of flow control, where there is one
@@ -79,6 +81,11 @@ class Pick:
     def destination(self) -> str:
         """`x-gateway-destination-endpoint`: the endpoint, and those to fall back to."""
         return ",".join(self.decision.endpoints)
+
+    @property
+    def asked_model(self) -> str | None:
+        """By the client."""
+        return self.model if self.rewrite is None else self.rewrite.asked
 
     @property
     def predicted_tokens(self) -> int:
@@ -143,15 +150,19 @@ class Director:
         journal: Journal,
         models: frozenset[str] = frozenset(),
         gate: Gate | None = None,
+        ignore_subset: bool = False,
+        rewrites: Rewrites | None = None,
     ) -> None:
         """
         Args:
+            ignore_subset: pick among all endpoints, whatever subset a gateway names.
             gate: what requests pass before their picks, and which counts their tokens. The server
                 of a stream whose client did not ask for its usage is asked by us, and what it adds
                 to the stream is taken out again.
         """
         self._gate = gate
-        self.counts_usage = gate is not None
+        self.counts_usage = gate is not None and gate.counts_usage
+        self._ignore_subset = ignore_subset
         self._pool = pool
         self._load = load
         self._prefix = prefix
@@ -160,6 +171,7 @@ class Director:
         self._metrics = metrics
         self._journal = journal
         self._models = models
+        self.rewrites = rewrites or Rewrites()
         self._faults: set[tuple[type[Exception], str]] = set()  # that were logged
 
     def route(
@@ -171,7 +183,7 @@ class Director:
         subset: tuple[str, ...] | None = None,
         claim: str | None = None,
     ) -> Pick | Coroutine[None, None, Pick]:
-        """The endpoint for a request as it came: `request.parse`, the gate, then `pick`.
+        """The endpoint for a request as it came: `request.parse`, rewrite, gate, then `pick`.
 
         Returns the pick itself where nothing has to be waited for, which is what most requests
         meet and spares them a task.
@@ -181,6 +193,8 @@ class Director:
         """
         try:
             request = parse(method, path, headers, body, subset=subset, claim=claim)
+            if self.rewrites.active:
+                self.rewrites.apply(request)
             tokens = self._prefix.prepare(request)
         except Exception as problem:
             raise self._refusal(problem) from None
@@ -221,6 +235,14 @@ class Director:
             passage.picked(pick.endpoint)
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
+
+    def reconfigure(
+        self, scheduler: Scheduler, models: frozenset[str], *, ignore_subset: bool
+    ) -> None:
+        """Pick by these from now on; what is picked stays as it is."""
+        self._scheduler = scheduler
+        self._models = models
+        self._ignore_subset = ignore_subset
 
     def refused(self, refusal: Refusal) -> None:
         """Count a refusal; those that `route` and `pick` raise are counted already."""
@@ -265,6 +287,7 @@ class Director:
             _director=self,
             _session=session,
             splice=self._splice(request),
+            rewrite=None if request.asked_model is None else _rewrite(request),
             _credited_tokens=uncached,
         )
         self._load.credit(endpoint, uncached)
@@ -280,7 +303,7 @@ class Director:
         """Slots of the endpoints that may serve a request."""
         if not self._pool.endpoints:
             raise Refusal(503, "no_endpoints", self._pool.why_empty, retry_after=5)
-        if request.subset is None:
+        if request.subset is None or self._ignore_subset:
             return self._with_room(self._pool.slots)
         rows = self._pool.among(request.subset)
         if not len(rows):
@@ -335,6 +358,12 @@ class Director:
         pick._credited_tokens = 0
         self._load.waits_no_more(pick.endpoint, pick._sent_at)
         pick._sent_at = -math.inf
+
+
+def _rewrite(request: LLMRequest) -> ModelRewrite:
+    asked, model, value = request.asked_model, request.model, request.model_value
+    assert asked is not None and model is not None and value is not None
+    return ModelRewrite(asked, name_model(request.body, value, model))
 
 
 def _used(pick: Pick, passage: Passage) -> Usage | None:

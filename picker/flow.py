@@ -76,12 +76,12 @@ class Flow:
         self._settings = settings
         self._pods = pods
         self._loop = loop
-        self._objectives = Objectives(settings)
+        self.objectives = Objectives(settings)
         self._lengths = Lengths() if settings.expect == "history" else None
         self._queue = FlowQueue(
             settings,
             token_cost(settings) if cost is None else cost,
-            self._objectives.weight if weight is None else weight,
+            self.objectives.weight if weight is None else weight,
         )
         self._room = 0  # requests that may go before it is asked for again
         self._room_until = -inf
@@ -132,12 +132,12 @@ class Flow:
             expected = self._lengths.expected(tenant, most_output)
         return Visit(
             tenant,
-            self._objectives.priority(headers),
+            self.objectives.priority(headers),
             prompt_tokens,
             size,
             expected,
             most_output,
-            self._loop().time() + self._objectives.patience(headers),
+            self._loop().time() + self.objectives.patience(headers),
         )
 
     def wait(self, visit: Visit) -> asyncio.Future[None] | None:
@@ -153,6 +153,9 @@ class Flow:
             raise _no_pods()
         loop = self._loop()
         now = visit.arrived = loop.time()
+        if visit.priority >= 0 and not self._settings.queue:
+            self._pass(visit)
+            return None
         if not self._queue.requests:
             if self._room <= 0 or now >= self._room_until:
                 self._look(now)
@@ -226,6 +229,24 @@ class Flow:
             gap, self._last_dispatch = now - self._last_dispatch, now
             self._pace += (PACE if self._pace else 1.0) * (gap - self._pace)
             future.set_result(None)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Go by other settings from now on; order, cost and expectation stay.
+
+        Raises:
+            ValueError: something set is out of range; nothing has changed then.
+        """
+        self.objectives.reconfigure(settings)
+        self._settings = settings
+        self._queue.reconfigure(settings)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if settings.ttl:
+            self._expire()
+        else:
+            self._by_arrival.clear()
+        self.wake()
 
     def close(self) -> None:
         """Refuse all that waits, and all that comes."""

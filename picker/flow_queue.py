@@ -33,6 +33,10 @@ class FlowQueue:
         self.requests = 0
         self.size = 0  # bytes
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Other limits hold for those who come; who waits already stays."""
+        self._settings = settings
+
     def first(self) -> Visit | None:
         """The one to serve next."""
         return self._busy[-1].first() if self._busy else None

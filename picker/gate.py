@@ -20,6 +20,7 @@ from picker.flow import Flow
 from picker.flow_gauges import Waits
 from picker.identity import Caller, Identities, Owner
 from picker.load import Load
+from picker.objectives import check as check_flow
 from picker.pool import Endpoint, Pool
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.store import Store
@@ -97,14 +98,12 @@ class Gate:
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
         if config.quota.enabled:
             check_settings(config.quota)
-        if config.identity.claim and config.envoy.profile == "lean":
-            raise ValueError("identity.claim: only the standard profile shows claims to the picker")
-        if not config.usage:
+        if not config.usage and (config.quota.enabled or config.flow.queue):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
         self.store: Store | None = None  # of quotas, once it has started
         self.quotas: Quotas | None = None  # the same
-        self.identities = Identities(config.identity, self._owner)
+        self.identities = self._identities(config)
         self._reads_keys = config.identity.keys
         self.flow: Flow | None = None
         self.running = RunningOutput(self._estimated)
@@ -113,10 +112,36 @@ class Gate:
         pool.listen(self.running)
         load.on_report = self._told
         self.saturation: Saturation | None = None
+        self._queues = config.flow.enabled and config.flow.queue
         if config.flow.enabled:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)
         self._settling: set[asyncio.Task[None]] = set()
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError: `reconfigure` could not use this."""
+        self._identities(config)
+        check_flow(config.flow)
+
+    def reconfigure(self, config: Config) -> None:
+        """Tell callers, and let go, by other settings from now on.
+
+        Raises:
+            ValueError: they cannot be used; nothing has changed then.
+        """
+        self.check(config)
+        self.identities = self._identities(config)
+        self._reads_keys = config.identity.keys
+        if self.flow is not None and self.saturation is not None:
+            self.saturation.settings = config.flow.saturation
+            self.flow.reconfigure(config.flow)
+        if self.quotas is not None:
+            self.quotas.expect(config.quota.expected_output)
+
+    def _identities(self, config: Config) -> Identities:
+        if config.identity.claim and config.envoy.profile == "lean":
+            raise ValueError("identity.claim: only the standard profile shows claims to the picker")
+        return Identities(config.identity, self._owner)
 
     async def start(self, store: Callable[[], Store]) -> None:
         """Read the limits. `store` of them is opened where they are to hold.
@@ -129,10 +154,14 @@ class Gate:
             self.quotas = Quotas(self.store, self._settings)
             await self.quotas.start()
 
-    async def stop(self) -> None:
-        """Refuse what waits, and settle what has ended."""
+    def refuse_waiting(self) -> None:
+        """Refuse what waits for its turn, and all that comes."""
         if self.flow is not None:
             self.flow.close()
+
+    async def stop(self) -> None:
+        """Refuse what waits, and settle what has ended."""
+        self.refuse_waiting()
         await self.settled()
         if self.quotas is not None:
             await self.quotas.close()
@@ -171,8 +200,15 @@ class Gate:
         return passage
 
     def with_room(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of some pods that can take a request; all of them if none can."""
-        return slots if self.saturation is None else self.saturation.with_room(slots)
+        """Those of some pods that can take a request; all of them if none can, or nobody waits."""
+        if self.saturation is None or not self._queues:
+            return slots
+        return self.saturation.with_room(slots)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether it matters what each request used."""
+        return self._settings.enabled or self._queues
 
     async def _caller(self, request: LLMRequest) -> Caller:
         if self.quotas is not None and self._reads_keys:
@@ -186,7 +222,7 @@ class Gate:
         answer = await quotas.admit(
             Ask(
                 caller.subject,
-                request.model or "",
+                request.asked_model or request.model or "",
                 request.prompt_tokens,
                 request.most_output,
                 caller.digest,

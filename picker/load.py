@@ -90,7 +90,7 @@ class Load:
         self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
         self.clock = clock
         self._pool = pool
-        self._stale_after = stale_after
+        self.stale_after = stale_after  # another one may be put here
         self._table = np.zeros((5, 0), np.float32)
         self._trusted_until = np.zeros(0)
         self._cold_at = np.zeros(0)
@@ -207,7 +207,7 @@ class Load:
         asked and is slow once must not lose its prefixes to a cold pod.
         """
         if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
-            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
+            self._trusted_until[endpoint.slot] = self.clock() + self.stale_after
 
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""

@@ -50,7 +50,9 @@ class LLMRequest:
     headers: Mapping[str, str]  # lower-case names
     body: bytes
     kind: Kind
-    model: str | None = None
+    model: str | None = None  # that the pod shall answer with
+    asked_model: str | None = None  # by the client, where that was another
+    model_value: msgspec.Raw | None = field(default=None, compare=False)  # a piece of its body
     prompt: bytes = b""  # what the model will see, in its order; see picker.prompt
     unread: int = 0  # bytes that the prompt has after those, about
     prompt_tokens: int = 0  # of it all: counted for token ids, else a quarter of its bytes
@@ -63,6 +65,11 @@ class LLMRequest:
     claim: str | None = None  # of a token that the gateway has verified: who asks
     # The prompt's tokens, of several prompts the first one's: where picker.prefix.tokens made them.
     token_ids: NDArray[np.uint32] | None = field(default=None, compare=False)
+
+    def send_as(self, model: str) -> None:
+        """Ask for another model than the client did."""
+        self.asked_model, self.model = self.model, model
+        self.salt = _salt(model, self.cache_salt)
 
 
 def parse(
@@ -107,6 +114,7 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
     names = num_names(request.body)
     found = fields(request.body, _ACTED_ON[request.kind], names)
     request.model = string(found, "model", MAX_MODEL)
+    request.model_value = found.get("model")
     request.cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
     request.salt = _salt(request.model, request.cache_salt)
     request.most_output = _most_output(found)

@@ -22,7 +22,7 @@ class Saturation:
     def __init__(self, pool: Pool, load: Load, settings: Settings) -> None:
         self._pool = pool
         self._load = load
-        self._settings = settings
+        self.settings = settings  # another one may be put here
         self._nothing = np.zeros(0, np.float32)  # matched tokens, which do not matter here
 
     @property
@@ -47,7 +47,7 @@ class Saturation:
         if not self._pool.endpoints:
             return 1.0
         pods = self._pods(self._pool.slots)
-        settings = self._settings
+        settings = self.settings
         level = np.fmax(_queued(pods) / settings.waiting, pods.kv_usage / settings.kv)
         if settings.inflight:
             level = np.fmax(level, pods.inflight / settings.inflight)
@@ -56,7 +56,7 @@ class Saturation:
     def _rooms(self, slots: NDArray[np.intp]) -> Column:
         """Requests that each pod can take. It is asked before each pick: few steps, usually."""
         pods = self._pods(slots)
-        settings = self._settings
+        settings = self.settings
         room: Column = settings.waiting - _queued(pods)
         full = pods.kv_usage >= settings.kv
         if full.any():

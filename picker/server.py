@@ -50,9 +50,16 @@ OPTIONS: list[tuple[str, int]] = [
 class ExtProcServer:
     """ext_proc on a port of its own. Other services can join `server` before `start`."""
 
-    def __init__(self, director: Director, config: Config) -> None:
+    def __init__(
+        self,
+        director: Director,
+        config: Config,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """`credentials` are for TLS; None: without."""
         self._director = director
         self._config = config
+        self._credentials = credentials
         self._streams: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._held = 0
@@ -73,13 +80,19 @@ class ExtProcServer:
         """Requests in flight."""
         return len(self._streams)
 
+    def reconfigure(self, config: Config) -> None:
+        """Streams that begin from now on go by this; ports and limits stay."""
+        self._config = config
+
     async def start(self) -> int:
         """Listen. Returns the port. Raises OSError."""
         listen = self._config.listen
-        return await grpc_port.start(self.server, listen.host, listen.grpc)
+        return await grpc_port.start(self.server, listen.host, listen.grpc, self._credentials)
 
     async def drain(self, also: Awaitable[object] | None = None) -> None:
         """Take no new stream, and wait for those in flight, at most `drain` seconds; then stop.
+
+        gRPC tells its clients by GOAWAY to go elsewhere.
 
         Other services' streams are not waited for: one of access logs lasts as long as its Envoy.
 
@@ -87,7 +100,7 @@ class ExtProcServer:
             also: is waited for, too: the lean profile's drain, which access logs end.
         """
         seconds = self._config.drain
-        stopping = asyncio.create_task(self.server.stop(seconds))
+        stopping = asyncio.create_task(self.server.stop(seconds + LAST_WORDS_SECONDS))
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -115,6 +128,7 @@ class ExtProcServer:
             self._director.refused,
             max_body=self._config.max_body,
             read_usage=self._config.usage,
+            rewrites=self._director.rewrites.active,
             retry_on=dict(context.invocation_metadata()).get(SET_RETRY_ON),
         )
         try:

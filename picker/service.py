@@ -8,11 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, Prefix
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
@@ -27,17 +25,19 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.reload import Reloads, in_force
+from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
-from picker.server import ExtProcServer
+from picker.scrape import check_settings as check_metrics
+from picker.server import LAST_WORDS_SECONDS, ExtProcServer
 from picker.sessions import Sessions
+from picker.tls import ServerTls, check_settings
 
 if TYPE_CHECKING:
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
-
-LAME_SECONDS = 1.0  # between "not ready" and closed doors: for probes to see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class Service:
     """
 
     def __init__(self, config: Config) -> None:
+        check_settings(config.listen.tls)
         self.config = config
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
@@ -75,20 +76,27 @@ class Service:
         self._pool.listen(self._metrics)
         self._journal = Journal()
         scheduler = Scheduler(config.scheduling)
+        self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
+        self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
         self.director = Director(
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
             scheduler=scheduler,
-            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            sessions=self._sessions,
             metrics=self._metrics,
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
+            rewrites=self.rewrites,
+            ignore_subset=config.pool.ignore_subset,
         )
         self._pool.update(config.pool.endpoints)
+        self.reloads = Reloads()
         self._not_ready: str | None = "starting"
         self._servers: _Servers | None = None
+        self._tls: ServerTls | None = None  # of the gRPC port, where it has it
+        self._watching: asyncio.Task[None] | None = None  # its files
         self._store: Store | None = None  # of quotas
 
     @property
@@ -117,7 +125,12 @@ class Service:
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
         listen = self.config.listen
-        self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
+        if listen.tls.mode != "off":
+            self._tls = ServerTls(listen)
+            self._watching = asyncio.create_task(self._tls.watch())
+        self._servers = servers = _Servers(
+            self.director, self.config, self._pool, self._views(), self._tls
+        )
         ports = Ports(
             grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
             http=await _listen(servers.lean, listen.host, listen.http, "http"),
@@ -142,18 +155,32 @@ class Service:
         self._servers.health.set_ready(True)
 
     async def drain(self) -> None:
-        """No longer ready; then take nothing new, and wait for what runs, `config.drain` long."""
+        """No longer ready, and `config.drain_delay` later nothing new is taken; what runs has
+        `config.drain` to end. What still waits for its turn then is refused."""
         assert self._servers is not None, "started"
+        delay, seconds = self.config.drain_delay, self.config.drain
         self._not_ready = "draining"
         self._servers.health.set_ready(False)
-        await asyncio.sleep(min(LAME_SECONDS, self.config.drain))
-        log.info("Draining, for at most %g s", self.config.drain)
+        log.info("No longer ready; requests are taken for another %g s", delay)
+        await asyncio.sleep(delay)
+        log.info("Draining: nothing new is taken, and what runs has %g s to end", seconds)
+        refusing = None
+        if self._gate is not None:  # early enough for the answers to be read
+            until = max(0.0, seconds - LAST_WORDS_SECONDS)
+            refusing = asyncio.get_running_loop().call_later(until, self._gate.refuse_waiting)
         lean = asyncio.ensure_future(self._servers.lean.drain())
-        await asyncio.gather(lean, self._servers.ext_proc.drain(lean))
+        try:
+            await asyncio.gather(lean, self._servers.ext_proc.drain(lean))
+        finally:
+            if refusing is not None:
+                refusing.cancel()
+        log.info("Drained")
 
     async def stop(self) -> None:
         """End everything now."""
         self._not_ready = "stopped"
+        if self._watching is not None:
+            self._watching.cancel()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -164,12 +191,48 @@ class Service:
             await self._store.close()
 
     def reload(self, config: Config) -> None:
-        """Take over the endpoints of a configuration, which the pool checks; the rest is told.
+        """Take over a configuration, as far as that needs no restart; the rest is told.
+
+        Requests that were picked end under what they began with.
 
         Raises:
-            ValueError: endpoints that there cannot be; nothing has changed then.
+            ValueError: it cannot be used; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        old = self.config
+        new, waiting = in_force(old, config)
+        scheduler = Scheduler(new.scheduling)
+        Rewrites(new.rewrites)
+        check_metrics(new.metrics)
+        if self._gate is not None:
+            self._gate.check(new)
+        if not (new.pool.kubernetes.pool or new.pool.kubernetes.selector):
+            self._list(new.pool.endpoints)
+        # From here on nothing fails.
+        self.config = new
+        self._sessions.reconfigure(new.sessions, enabled=scheduler.uses_sessions)
+        self.director.reconfigure(
+            scheduler, frozenset(new.models), ignore_subset=new.pool.ignore_subset
+        )
+        if new.rewrites != old.rewrites:
+            self.rewrites.update(new.rewrites)
+        self._load.stale_after = new.metrics.stale_after
+        if new.metrics != old.metrics:
+            self._scraper.reconfigure(new.metrics)
+        if self._gate is not None:
+            self._gate.reconfigure(new)
+        if self._servers is not None:
+            self._servers.ext_proc.reconfigure(new)
+            self._servers.lean.reconfigure(new)
+        self.reloads.succeeded(waiting)
+        if new != old:
+            log.info("The configuration has changed")
+        if waiting:
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(waiting)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -179,12 +242,6 @@ class Service:
                 len(after),
                 len(after - before),
                 len(before - after),
-            )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
             )
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
@@ -212,6 +269,8 @@ class Service:
             config=lambda: self.config,
             not_ready=lambda: self._not_ready,
             gate=self._gate,
+            tls=self._tls,
+            reloads=self.reloads,
         )
 
 
@@ -232,8 +291,16 @@ def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
 class _Servers:
     """All that listens."""
 
-    def __init__(self, director: Director, config: Config, pool: Pool, views: Views) -> None:
-        self.ext_proc = ExtProcServer(director, config)
+    def __init__(
+        self,
+        director: Director,
+        config: Config,
+        pool: Pool,
+        views: Views,
+        tls: ServerTls | None,
+    ) -> None:
+        credentials = None if tls is None else tls.credentials
+        self.ext_proc = ExtProcServer(director, config, credentials)
         self.lean = LeanServer(director, config)
         AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
@@ -269,23 +336,15 @@ async def _listen(server: _Startable, host: str, port: int, key: str) -> int:
 
 
 def check_config(config: Config) -> None:
-    """Raises ValueError when no service can be made of a configuration."""
+    """Raises ValueError when no service can be made of a configuration.
+
+    Files that it names are not looked at: what is wrong with them is no reason to refuse a change.
+    """
     Service(config)
 
 
-def _differing(old: Config, new: Config) -> list[str]:
-    """Keys whose values differ, as the file writes them; sections by their keys."""
-    found: list[str] = []
-    for field in msgspec.structs.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before == after:
-            continue
-        if isinstance(before, msgspec.Struct):
-            found += [
-                f"{field.encode_name}.{inner.encode_name}"
-                for inner in msgspec.structs.fields(before)
-                if getattr(before, inner.name) != getattr(after, inner.name)
-            ]
-        else:
-            found.append(field.encode_name)
-    return found
+def check_start(config: Config) -> None:
+    """`check_config`, and that the files can be used that a start needs. Raises ValueError."""
+    check_config(config)
+    if config.listen.tls.mode != "off":
+        ServerTls(config.listen)

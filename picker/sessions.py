@@ -40,6 +40,11 @@ class Sessions:
         self._clock = clock
         self._homes: OrderedDict[bytes, tuple[Endpoint, float]] = OrderedDict()  # oldest use first
 
+    def reconfigure(self, settings: config.Sessions, *, enabled: bool) -> None:
+        """Another header names sessions from now on, or they live for another time."""
+        self._header = settings.header.lower() if enabled else ""
+        self._ttl = settings.ttl
+
     def __len__(self) -> int:
         return len(self._homes)
 

@@ -10,7 +10,7 @@ import click
 import uvloop
 from rich.console import Console
 
-from picker.config import Listen
+from picker.config import Listen, Tls
 from picker.up.cluster import CannotStart, Plan, check_ports, find_envoy, warmpath_command
 from picker.up.demo import DemoFailed
 from picker.up.processes import ChildFailed
@@ -63,6 +63,7 @@ Examples:
     show_default=True,
     help="Where Envoy serves round robin, for the demo.",
 )
+@click.option("--tls", is_flag=True, help="Envoy asks the picker's gRPC port over TLS.")
 @click.option("--demo/--no-demo", default=True, show_default=True, help="Show what it does.")
 def up(
     model: str,
@@ -77,6 +78,7 @@ def up(
     admin_port: int,
     envoy_admin_port: int,
     baseline_port: int,
+    tls: bool,
     demo: bool,
 ) -> None:
     """Start workers, picker and Envoy on this machine, and show what they do.
@@ -93,7 +95,13 @@ def up(
         profile=profile,
         port=port,
         worker_port=worker_port,
-        listen=Listen(grpc=picker_port, health=health_port, http=http_port, admin=admin_port),
+        listen=Listen(
+            grpc=picker_port,
+            health=health_port,
+            http=http_port,
+            admin=admin_port,
+            tls=Tls(mode="selfSigned" if tls else "off"),
+        ),
         envoy_admin=envoy_admin_port,
         baseline_port=baseline_port if demo else None,
     )

@@ -33,6 +33,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     KeepaliveSettings,
     RetryPolicy,
     TcpKeepalive,
+    TransportSocket,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -89,7 +90,9 @@ def pods(endpoints: Iterable[str] | None, *, tell_served: bool) -> Cluster:
     return cluster
 
 
-def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
+def picker_grpc(
+    host: str, port: int, *, watched: bool, transport: TransportSocket | None = None
+) -> Cluster:
     """The picker's gRPC port.
 
     A process that stands still, or is cut off, is noticed by its missing pings, and its streams
@@ -97,6 +100,7 @@ def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
 
     Args:
         watched: ask its health, too, and open no stream to a picker that hangs or drains.
+        transport: of its connections, health checks included; None: plain TCP.
     """
     http2 = Http2ProtocolOptions(
         connection_keepalive=KeepaliveSettings(
@@ -105,6 +109,7 @@ def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
     )
     protocol = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2)
     cluster = _at(_cluster(PICKER_GRPC, protocol), host, port)
+    cluster.transport_socket = transport
     if watched:
         cluster.health_checks = [_health_check()]
         # Without it, Envoy would ask an unhealthy picker where there is no other.

@@ -134,6 +134,10 @@ class Quotas:
                 steady=steady,
             )
 
+    def expect(self, tokens: int) -> None:
+        """Reserve so many tokens from now on where nothing tells how long an answer will be."""
+        self._outputs.default = tokens
+
     async def start(self) -> None:
         """Read the limits. A store that is down is waited for in the background."""
         with suppress(StoreDown):

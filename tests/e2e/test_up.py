@@ -131,7 +131,7 @@ async def test_nothing_outlives_it_even_when_it_is_killed() -> None:
 
 
 async def test_it_goes_on_without_a_worker_that_died_and_says_so() -> None:
-    async with running_up("--simulate", "instant", "--no-demo") as up:
+    async with running_up("--simulate", "instant", "--no-demo", "--tls") as up:
         await up.until("Ctrl-C stops everything.")
         os.kill(up.children()[0], signal.SIGKILL)
         await up.until("The others go on")

@@ -16,6 +16,7 @@ from picker.journal import detail
 from picker.pool import Endpoint
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.splice import apply
 from picker.usage import Usage
 from tests.picker.core import Core, completion
 
@@ -471,7 +472,7 @@ def test_usage_is_asked_for_where_somebody_counts_it() -> None:
     core.director.counts_usage = True
     splice = core.director.pick(asking(STREAM)).splice
     assert splice is not None
-    changed = json.loads(splice.apply(STREAM.encode()))
+    changed = json.loads(apply([splice], STREAM.encode()))
     assert changed == {**json.loads(STREAM), "stream_options": {"include_usage": True}}
 
 

@@ -21,7 +21,7 @@ from picker.exchange import (
     Steer,
 )
 from picker.refusal import Refusal
-from picker.splice import Splice
+from picker.splice import Splice, apply
 from tests.picker.recording import RecordingDirector
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -576,7 +576,7 @@ def test_a_gateway_that_sends_bodies_all_the_same_shows_their_end() -> None:
 
 ASKED = Splice(1, 0, b'"stream_options":{"include_usage":true},')
 STREAMED = b'{"stream":true}'
-SPLICED = ASKED.apply(STREAMED)
+SPLICED = apply([ASKED], STREAMED)
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 EXTRA = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -608,7 +608,7 @@ def test_full_duplex_sends_the_spliced_body_without_a_length(pad: int) -> None:
     assert "content-length" in steer.remove
     assert "accept-encoding" in steer.remove  # its answer must be read
     assert steer.body is None
-    assert joined(chunks, Message.REQUEST_BODY) == ASKED.apply(body)
+    assert joined(chunks, Message.REQUEST_BODY) == apply([ASKED], body)
     assert talk.director.picks[0].splice == ASKED
 
 

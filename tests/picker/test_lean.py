@@ -176,7 +176,7 @@ async def test_a_splice_is_named_where_the_answer_is_read(usage: bool) -> None:
         envoy.send(post())
         answer = await envoy.answer()
         assert answer.headers[DESTINATION] == ",".join(ENDPOINTS)
-        assert answer.headers.get(SPLICE) == ('12 3 {"a":1, "b":[]}' if usage else None)
+        assert answer.headers.get(SPLICE) == ('1 0 12 3 15 {"a":1, "b":[]}' if usage else None)
         assert (picker.director.picks[0].splice is not None) is usage
         picker.director.splice = None
         envoy.send(post(name="2"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
-from picker.splice import Splice, ask_for_usage
+from picker.splice import Splice, apply, ask_for_usage
 
 JSON = {"content-type": "application/json"}
 OPTION = '"include_usage":true'
@@ -24,7 +24,7 @@ def changed(body: str) -> str:
     """A body that asks for its usage; unchanged where there is nothing to change."""
     request = read(body)
     splice = ask_for_usage(request.body, request.stream_options)
-    return body if splice is None else splice.apply(request.body).decode()
+    return body if splice is None else apply([splice], request.body).decode()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_no_byte_beside_that_member_changes(body: str) -> None:
     request = read(body)
     splice = ask_for_usage(request.body, request.stream_options)
     assert splice is not None
-    after = splice.apply(request.body)
+    after = apply([splice], request.body)
     rest = splice.offset + splice.drop
     assert after[: splice.offset] == request.body[: splice.offset]
     assert after[splice.offset + len(splice.text) :] == request.body[rest:]
