@@ -111,7 +111,7 @@ class Quotas:
         self, store: Store, config: Quota, steady: Callable[[], float] = time.monotonic
     ) -> None:
         self.numbers = Numbers()
-        self.policy = Policy(config.zone, config.on_failure)
+        self.policy = Policy(config.on_failure)
         self._store = store
         self._config = config
         self._steady = steady
