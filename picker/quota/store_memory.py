@@ -88,7 +88,7 @@ class MemoryStore:
         self._ledger.charge(id, subject, model, lines, spent, now, self.wall())
         return True
 
-    async def changes(self, version: str) -> Changes:
+    async def changes(self, version: str, after: str = "") -> Changes:
         since = int(version or 0)
         records: dict[str, Record | None] = {
             name: record for name, record in self._records.items() if record.revision > since

@@ -399,7 +399,8 @@ async def test_changes_are_told_since_a_version(desk: Desk) -> None:
     assert (await desk.store.changes(seen)).records == {}
     await desk.store.write([Change(ALICE, desk.revision(ALICE), None)], [])
     await desk.store.write([Change("tenant/carol", 0, Subject(blocked="late"))], [])
-    version, records, complete = await desk.store.changes(seen)
+    version, records, complete, after = await desk.store.changes(seen)
+    assert not after
     assert version != seen and not complete
     assert records[ALICE] is None
     assert records["tenant/carol"].subject.blocked == "late"  # type: ignore[union-attr]
