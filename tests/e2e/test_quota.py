@@ -36,17 +36,21 @@ class Admin:
         self.store = open_store(url)
         self.editor = Editor(self.store, "test")
 
-    async def limit(self, tenant: str, *limits: str) -> None:
-        parsed = [parse_limit(limit) for limit in limits]
-        await self.editor.set(f"tenant/{tenant}", parsed, why=Why())
+    async def limit(self, tenant: str, *limits: str, parent: str | None = None) -> None:
+        await self.limit_of(f"tenant/{tenant}", *limits, parent=parent)
 
-    async def used(self, tenant: str, limit: str) -> tuple[float, float]:
-        """Used and reserved."""
+    async def limit_of(self, subject: str, *limits: str, parent: str | None = None) -> None:
+        parsed = [parse_limit(limit) for limit in limits]
+        await self.editor.set(subject, parsed, parent=parent, why=Why())
+
+    async def used(self, tenant: str, limit: str, whose: str = "") -> tuple[float, float]:
+        """Used and reserved of a limit of the tenant, or of one above it."""
         policy = await self.editor.read()
+        subject = f"tenant/{tenant}"
         (view,) = [
             each
-            for each in await views(self.store, policy, f"tenant/{tenant}")
-            if each.limit.name == limit
+            for each in await views(self.store, policy, subject)
+            if each.limit.name == limit and each.subject == (whose or subject)
         ]
         return view.used - view.reserved, view.reserved
 
