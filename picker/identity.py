@@ -76,7 +76,7 @@ class Identities:
         if self._keys is not None and (digest := self.key_digest(headers)) is not None:
             owner = self._keys(digest)
             if owner is None:
-                raise Refusal(401, "invalid_api_key", "the API key is not known here")
+                raise unknown_key()
             return Caller(owner.tenant, owner.subject, digest)
         if self._header and (name := headers.get(self._header)):
             return _tenant(name, f"the header {self._header}")
@@ -99,6 +99,11 @@ class Identities:
                     continue
             return sha256(value.strip()[: MAX_KEY + 1].encode("utf-8", "replace")).hexdigest()
         return None
+
+
+def unknown_key() -> Refusal:
+    """401: an API key is nobody's, or not any more."""
+    return Refusal(401, "invalid_api_key", "the API key is not known here")
 
 
 def fit(name: str) -> bool:
