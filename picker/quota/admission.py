@@ -29,6 +29,7 @@ from picker.quota.model import fit_name
 from picker.quota.outage import Owed, Shares
 from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, Spent
 from picker.quota.policy import Policy
+from picker.quota.renewals import LIFE_SECONDS, Renewals
 from picker.quota.store import Store, StoreDown
 from picker.refusal import Refusal
 from picker.usage import Usage
@@ -107,10 +108,15 @@ class Quotas:
 
     Args:
         steady: seconds that never jump.
+        life: seconds that a reservation outlives its picker, which renews it.
     """
 
     def __init__(
-        self, store: Store, config: Quota, steady: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        config: Quota,
+        steady: Callable[[], float] = time.monotonic,
+        life: float = LIFE_SECONDS,
     ) -> None:
         self.numbers = Numbers()
         self.policy = Policy(config.zone, config.on_failure)
@@ -118,10 +124,12 @@ class Quotas:
         self._config = config
         self._steady = steady
         self._ttl = float(config.reservation_ttl)
+        self._life = min(life, self._ttl)
         self._name = secrets.token_hex(6)
         self._ids = count()
         self._outputs = Outputs(config.expected_output)
         self._link = Link(store, self.policy, steady)
+        self._renewals = Renewals(self._link, life=self._life, most=self._ttl, steady=steady)
         self._shares = Shares(config.replicas, store.wall, steady)
         self._unknown: OrderedDict[str, float] = OrderedDict()  # digests, by when they were sought
         self._leases: Leases | None = None
@@ -129,10 +137,11 @@ class Quotas:
             self._leases = Leases(
                 store,
                 self._finish,
+                self._renewals.add,
                 name=self._name,
                 period=float(config.leases.period),
                 share=config.leases.share,
-                ttl=self._ttl,
+                ttl=self._life,
                 steady=steady,
             )
 
@@ -145,6 +154,7 @@ class Quotas:
         """Give back what is held, and settle what can be; then close the store."""
         if self._leases is not None:
             await self._leases.close()
+        await self._renewals.close()
         await self._link.close()
 
     @property
@@ -192,6 +202,7 @@ class Quotas:
         """
         spent = self._spent(usage)
         if isinstance(admission, str):
+            self._renewals.drop(admission)
             self._link.settle(Owed(admission, spent))
             return
         if admission._settled:
@@ -204,6 +215,8 @@ class Quotas:
             return
         if admission.degraded:
             self._shares.settle(admission.id, spent)
+        else:
+            self._renewals.drop(admission.id)
         reserved = not admission.degraded
         plan, at = admission._plan, admission._at
         owed = Owed(admission.id, spent, reserved, ask.subject, ask.model, plan, at)
@@ -257,8 +270,9 @@ class Quotas:
                 self.numbers.leased += 1
                 return self._grant(id, ask, amounts, plan, granted)
             await self._link.ask(self._leases.make, plan, amounts, ask.model)
-        answer = await self._link.reserve(id, plan, amounts, ask.model, self._ttl)
+        answer = await self._link.reserve(id, plan, amounts, ask.model, self._life)
         if isinstance(answer, Granted):
+            self._renewals.add(id)
             return self._grant(id, ask, amounts, plan, answer)
         if isinstance(answer, Denied):
             return self._deny(plan, answer)
@@ -315,6 +329,7 @@ class Quotas:
 
     def _finish(self, lease: Lease) -> None:
         """Settle a lease that is over."""
+        self._renewals.drop(lease.id)
         plan = lease.plan
         owed = Owed(lease.id, lease.spent, True, plan.subject, lease.model, plan, lease.at)
         self._link.settle(owed)

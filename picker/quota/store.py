@@ -141,6 +141,10 @@ class Store(Protocol):
         """Let a reservation hold less, for a new time to live. False when it is gone."""
         ...
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        """Give reservations a new time to live, those that are open still."""
+        ...
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:

@@ -76,6 +76,9 @@ class MemoryStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return self._ledger.shrink(id, amounts, ttl, self._now())
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        self._ledger.renew(ids, ttl, self._now())
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:

@@ -81,6 +81,7 @@ SHARED = {  # what stands before a script
     "reserve": ("common",),
     "settle": ("common", "ends"),
     "shrink": ("common", "ends"),
+    "renew": ("common", "ends"),
     "expire": ("common", "ends"),
     "counts": ("common", "ends"),
     "correct": ("common", "ends", "records"),
@@ -217,6 +218,9 @@ class RedisStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         answer = await self._run("shrink", [], _pack((id, amounts, ttl)))
         return bool(answer == b"shrunk")
+
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        await self._run("renew", [], _pack((ids, ttl)))
 
     async def changes(self, version: str, after: str = "") -> Changes:
         revision, _, name = after.partition(" ")

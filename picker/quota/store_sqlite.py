@@ -101,6 +101,9 @@ class SQLiteStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return await self._do(lambda: self._rows.shrink(id, amounts, ttl, self.wall()))
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        await self._do(lambda: self._rows.renew(ids, ttl, self.wall()))
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:

@@ -168,13 +168,13 @@ async def test_writes_take_effect_on_the_next_request_of_every_picker(front: Fro
 async def test_a_block_above_holds_below_and_expiry_bars(front: Front) -> None:
     await front.desk.write(
         {
-            "org/acme": Subject(expires=START + 60),
+            "org/acme": Subject(expires=START + 30),
             "team/search": Subject("org/acme"),
             ALICE: Subject("team/search", limits("requests=9/day")),
         }
     )
     await front.granted(Ask(ALICE, "m", 10))
-    front.clock.now += 60
+    front.clock.now += 30
     refusal = (await front.refused(Ask(ALICE, "m", 10))).refusal
     assert "org/acme takes no requests: expired" in refusal.message
     assert await front.desk.used(ALICE) == [1]
