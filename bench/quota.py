@@ -25,6 +25,7 @@ from picker.quota.admission import Admission, Ask, Quotas
 from picker.quota.model import Subject, parse_limit
 from picker.quota.plan import Granted, Spent
 from picker.quota.policy import Policy
+from picker.quota.redis_url import parse
 from picker.quota.store import Change, Store
 from picker.quota.store_memory import MemoryStore
 from picker.quota.store_redis import RedisStore
@@ -131,7 +132,7 @@ async def redis(seconds: float, url: str) -> dict[str, Any]:
     policy.replace(changes.version, {name: each for name, each in changes.records.items() if each})
     walls: dict[str, list[float]] = {name: [] for name in ("bare", "wire", "reserve", "settle")}
     cpus: dict[str, list[float]] = {name: [] for name in walls}
-    our_wire = Wire(url, TIMEOUT)
+    our_wire = Wire(parse(url), TIMEOUT)
     async with Redis.from_url(url, socket_timeout=None) as client:
         nothing = await client.script_load("return 1")
 

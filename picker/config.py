@@ -231,10 +231,10 @@ class Quota(Section, frozen=True):
 
     enabled: bool = False
     store: str = "sqlite:///var/lib/warmpath/quota.db"  # memory:, sqlite:, redis:
-    timeout: Duration = Duration(0.1)  # until a store that does not answer is down
+    timeout: Duration = Duration(0.0)  # until a silent store is down; 0: by its kind, see stores.py
     on_failure: Literal["share", "open", "closed"] = "share"  # of limits that do not say
     replicas: Replicas = 1  # pickers that share the limits while the store is down
-    zone: str = "UTC"  # of days and months, for limits that do not say
+    zone: str = "UTC"  # of days and months that `warmpath quota` sets with this file, or over it
     reservation_ttl: Duration = Duration(7200.0)  # longer than any request, if its picker lives
     cached_cost: Part = 1.0  # what a prompt token from the cache counts
     expected_output: Tokens = 512  # tokens to reserve where neither request nor history tells
@@ -319,7 +319,7 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "flow.ttl": ("0s", "168h"),
     "flow.maxBytes": ("0", "1000GiB"),
     "flow.tenantBytes": ("0", "1000GiB"),
-    "quota.timeout": ("1ms", "10s"),
+    "quota.timeout": ("0s", "10s"),
     "quota.reservationTtl": ("1s", "168h"),
     "quota.leases.period": ("50ms", "1m"),
     "envoy.timeout": ("0s", "168h"),

@@ -79,7 +79,7 @@ class ReadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("version", "records", "zone", "on_failure")
+    __slots__ = ("version", "records", "on_failure")
     class RecordsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -89,13 +89,11 @@ class Policy(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
-    ZONE_FIELD_NUMBER: _ClassVar[int]
     ON_FAILURE_FIELD_NUMBER: _ClassVar[int]
     version: str
     records: _containers.MessageMap[str, Record]
-    zone: str
     on_failure: str
-    def __init__(self, version: _Optional[str] = ..., records: _Optional[_Mapping[str, Record]] = ..., zone: _Optional[str] = ..., on_failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., records: _Optional[_Mapping[str, Record]] = ..., on_failure: _Optional[str] = ...) -> None: ...
 
 class Why(_message.Message):
     __slots__ = ("reason", "request_id", "if_revision", "dry_run")

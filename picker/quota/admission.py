@@ -119,7 +119,7 @@ class Quotas:
         life: float = LIFE_SECONDS,
     ) -> None:
         self.numbers = Numbers()
-        self.policy = Policy(config.zone, config.on_failure)
+        self.policy = Policy(config.on_failure)
         self._store = store
         self._config = config
         self._steady = steady

@@ -55,7 +55,7 @@ class RemoteDesk:
 
     async def read(self) -> Policy:
         told = await self._call("Read", pb.ReadRequest(), pb.Policy)
-        policy = Policy(told.zone, cast(OnFailure, told.on_failure))
+        policy = Policy(cast(OnFailure, told.on_failure))
         records = {name: take(record, Record) for name, record in told.records.items()}
         policy.replace(told.version, records)
         return policy

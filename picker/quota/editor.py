@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from picker.quota.keys import new_key
 from picker.quota.model import (
+    CALENDAR,
+    UTC,
     Grant,
     Limit,
     NotFound,
@@ -94,7 +96,7 @@ class Editor:
 
     Args:
         actor: who it is, for the audit log.
-        zone: of calendar windows that name none.
+        zone: of the calendar windows that it sets, where they name none.
         on_failure: of limits that say nothing.
 
     Every method raises StoreDown, and QuotaError for what cannot be.
@@ -105,7 +107,8 @@ class Editor:
     ) -> None:
         self.store = store
         self._actor = actor
-        self._policy = Policy(zone, on_failure)
+        self._zone = zone
+        self._policy = Policy(on_failure)
         self._reader = Reader(store, self._policy)
 
     async def read(self) -> Policy:
@@ -117,13 +120,10 @@ class Editor:
         self, name: str, limits: Sequence[Limit] = (), *, parent: str | None = None, why: Why
     ) -> Written:
         """Add limits, or replace those of the same name and model; `parent` "" takes it away."""
-        for limit in limits:
-            check_limit(limit)
-            if limit.zone:
-                load_zone(limit.zone)
+        zoned = [self._zoned(limit) for limit in limits]
 
         def change(old: Subject) -> Subject:
-            kept = {(limit.model, limit.name): limit for limit in (*old.limits, *limits)}
+            kept = {(limit.model, limit.name): limit for limit in (*old.limits, *zoned)}
             above = old.parent if parent is None else parent
             return replace(old, limits=tuple(kept.values()), parent=above)
 
@@ -264,6 +264,15 @@ class Editor:
             except Conflict:
                 continue
         raise QuotaError("others write all the time: try again")
+
+    def _zoned(self, limit: Limit) -> Limit:
+        """A limit with its zone written down, so that all who read it have the same days."""
+        check_limit(limit)
+        if limit.window not in CALENDAR:
+            return limit
+        zone = limit.zone or self._zone
+        load_zone(zone)
+        return replace(limit, zone="" if zone == UTC else zone)
 
     async def _edit(
         self, action: str, name: str, change: Callable[[Subject], Subject], why: Why

@@ -20,6 +20,7 @@ WHATS = ("requests", "input-tokens", "output-tokens", "total-tokens", "concurren
 BUCKETS = {"second": 1, "minute": 60, "hour": 3600}  # seconds; windows that refill all the time
 CALENDAR = ("day", "month")  # windows that begin anew at midnight
 WINDOWS = (*BUCKETS, *CALENDAR)
+UTC = "UTC"
 FAILURES = ("share", "open", "closed")
 
 MAX_AMOUNT = 10**15  # exact as a float, with room for sums
@@ -42,7 +43,7 @@ class Limit(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
     amount: int
     window: str = ""  # of WINDOWS; empty for concurrency
     model: str = ""  # empty: requests for any model
-    zone: str = ""  # IANA time zone of a calendar window; empty: the configuration's
+    zone: str = ""  # IANA time zone of a calendar window; empty: UTC
     shadow: bool = False  # counts, and tells what it would refuse, but refuses nothing
     on_failure: OnFailure = ""  # while the store is down; empty: the configuration's
 

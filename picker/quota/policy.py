@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from picker.quota.model import (
     BUCKETS,
     CALENDAR,
+    UTC,
     WHATS,
     Grant,
     Limit,
@@ -37,14 +38,12 @@ class Policy:
     """The records of a store. One owner applies what changed; all others read.
 
     Args:
-        zone: of calendar windows that name none.
         on_failure: of limits that say nothing.
     """
 
-    def __init__(self, zone: str = "UTC", on_failure: OnFailure = "share") -> None:
+    def __init__(self, on_failure: OnFailure = "share") -> None:
         self.version = ""  # of the store; empty: nothing was read yet
         self.records: dict[str, Record] = {}
-        self.zone = zone
         self.on_failure: OnFailure = on_failure
         self._plans: dict[tuple[str, str], Plan] = {}
         self._calendars: dict[tuple[str, str], Calendar] = {}
@@ -170,7 +169,7 @@ class Policy:
         )
 
     def _calendar(self, limit: Limit) -> Calendar:
-        key = limit.window, limit.zone or self.zone
+        key = limit.window, limit.zone or UTC
         calendar = self._calendars.get(key)
         if calendar is None:
             calendar = self._calendars[key] = Calendar(*key)

@@ -101,7 +101,7 @@ class AdminService:
 
 async def _read(admin: Administration, _: pb.ReadRequest) -> pb.Policy:
     policy = await admin.read()
-    told = pb.Policy(version=policy.version, zone=policy.zone, on_failure=policy.on_failure)
+    told = pb.Policy(version=policy.version, on_failure=policy.on_failure)
     async for name, record in unhurried(list(policy.records.items())):
         put(told.records[name], record)
     return told

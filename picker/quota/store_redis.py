@@ -19,18 +19,18 @@ from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 import hiredis
 import msgspec
 from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter
 from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
-from picker.quota.model import QuotaError
 from picker.quota.plan import (
     DAY,
     NO_RATE,
@@ -45,6 +45,7 @@ from picker.quota.plan import (
 )
 from picker.quota.policy import Policy, Record
 from picker.quota.reader import Reader
+from picker.quota.redis_url import RedisURL, parse
 from picker.quota.redis_values import (
     counter_of,
     entry_of,
@@ -153,8 +154,7 @@ class RedisStore:
     """Counters, reservations, records, audit and books in Redis.
 
     Args:
-        url: `redis://HOST:PORT/DB`, `rediss://` for TLS, `redis+cluster://` for a cluster; with
-            `?name=NAME` for one of several stores there.
+        url: see picker.quota.redis_url.
         timeout: seconds for a connection and for each answer.
 
     Raises:
@@ -162,14 +162,13 @@ class RedisStore:
     """
 
     def __init__(self, url: str, timeout: float = 0.1) -> None:
-        parts = urlsplit(url)
-        name = parse_qs(parts.query).get("name", ["default"])[0]
-        self._prefix = f"{{warmpath:{name}}}"
-        self._client = _client(url)
-        self._wire = Wire(url, timeout) if parts.scheme == "redis" else None
+        told = parse(url)
+        self._prefix = f"{{warmpath:{told.name}}}"
+        self._client = _client(told)
+        self._wire = None if told.kind == "cluster" else Wire(told, timeout)
         self._timeout = timeout
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._shown = f"redis at {parts.hostname}:{parts.port or 6379}"  # without a password
+        self._shown = told.shown
         self._version_key = self._key("version")
         self._packed: dict[Plan, _Packed] = {}  # plans of one version
         self._version = ""
@@ -482,10 +481,7 @@ class RedisStore:
         }
 
 
-def _client(url: str) -> Any:
-    parts = urlsplit(url)
-    scheme, _, cluster = parts.scheme.partition("+")
-    plain = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
+def _client(url: RedisURL) -> Any:
     options: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
         # Who waits has no time for another try; admission knows what to do instead.
@@ -494,10 +490,24 @@ def _client(url: str) -> Any:
         "socket_timeout": None,
         "socket_connect_timeout": None,
     }
-    try:
-        return (RedisCluster if cluster else Redis).from_url(plain, **options)
-    except ValueError as problem:
-        raise QuotaError(f"{plain!r} cannot be used: {problem}") from None
+    tls: dict[str, Any] = {}
+    if url.tls:
+        files = {"ssl_ca_certs": "ca", "ssl_certfile": "certificate", "ssl_keyfile": "key"}
+        tls = {name: url.settings.get(key) for name, key in files.items()}
+        tls |= {"ssl": True, "ssl_check_hostname": True}
+    options |= tls
+    options |= {"username": url.user or None, "password": url.password or None}
+    if url.kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in url.addresses]
+        return RedisCluster(startup_nodes=nodes, **options)
+    options["db"] = url.database
+    if url.kind == "server":
+        host, port = url.addresses[0]
+        return Redis(host=host, port=port, **options)
+    password = url.settings.get("sentinelPassword")
+    sentinels: Any = Sentinel  # which has no types
+    told = sentinels(url.addresses, sentinel_kwargs=tls | {"password": password}, **options)
+    return told.master_for(url.service)
 
 
 @cache

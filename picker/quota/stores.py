@@ -6,19 +6,24 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from picker.config import Quota
+from picker.quota import redis_url
 from picker.quota.model import QuotaError
 from picker.quota.store import Store, StoreDown
 from picker.quota.store_memory import MemoryStore
 from picker.quota.store_sqlite import SQLiteStore
 from picker.quota.windows import load_zone
 
+REDIS_SECONDS = 0.1  # until it is down: a request waits no longer for what others can do without
+SQLITE_SECONDS = 2.0  # a file does not go away; while its disk is slow, nothing else would be right
 
-def open_store(url: str, timeout: float = 0.1, *, create: bool = True) -> Store:
+
+def open_store(url: str, timeout: float = 0.0, *, create: bool = True) -> Store:
     """The store at `memory:`, `sqlite:///DIRECTORY/FILE` or `redis://HOST:PORT/DB`.
 
     Args:
-        url: a relative path has two slashes less: `sqlite:quota.db`.
-        timeout: seconds until a store that does not answer is down.
+        url: a relative path has two slashes less: `sqlite:quota.db`; for Redis see redis_url.py.
+        timeout: seconds until a store that does not answer is down; 0: REDIS_SECONDS, or
+            SQLITE_SECONDS.
         create: make a file that is not there.
 
     Raises:
@@ -34,12 +39,12 @@ def open_store(url: str, timeout: float = 0.1, *, create: bool = True) -> Store:
             raise StoreDown(
                 f"there is no store at {path}: name another with --store, or make it with a write"
             )
-        return SQLiteStore(path, timeout)
+        return SQLiteStore(path, timeout or SQLITE_SECONDS)
     try:
         from picker.quota.store_redis import RedisStore
     except ImportError:
         raise QuotaError("Redis needs a client: pip install 'warmpath[redis]'") from None
-    return RedisStore(url, timeout)
+    return RedisStore(url, timeout or REDIS_SECONDS)
 
 
 def check_settings(settings: Quota) -> None:
@@ -61,16 +66,17 @@ def check_settings(settings: Quota) -> None:
 def _kind(url: str) -> str:
     try:
         parts = urlsplit(url)
-        _ = parts.port
     except ValueError:
         parts = urlsplit("")
     if parts.scheme == "memory":
         return "memory"
     if parts.scheme == "sqlite" and parts.path and not parts.netloc:
         return "sqlite"
-    if parts.scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and parts.hostname:
+    if parts.scheme.startswith("redis"):
+        redis_url.parse(url)
         return "redis"
+    shown = f"{parts.scheme}://{url.rpartition('@')[2]}" if "@" in url else url  # no password
     raise QuotaError(
-        f"{url!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
+        f"{shown!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
         "or redis://HOST:6379/0"
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
-from urllib.parse import unquote, urlsplit
 
 import hiredis
+
+from picker.quota.redis_url import Address, RedisURL
 
 Argument = bytes | str | int
 
@@ -26,21 +27,20 @@ class Wire:
     """Connects when it is needed, and again when it has to.
 
     Args:
-        url: `redis://[USER:PASSWORD@]HOST:PORT/DB`.
+        url: of a server, or of Sentinels, who are asked for the master before each connection.
         timeout: seconds for a connection, and for each answer.
+
+    Raises:
+        QuotaError: a file of the URL cannot be used.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
-        parts = urlsplit(url)
-        self._host = parts.hostname or "localhost"
-        self._port = parts.port or 6379
+    def __init__(self, url: RedisURL, timeout: float) -> None:
+        self._url = url
+        self._tls = url.context()
         self._timeout = timeout
-        self._greeting: list[tuple[Argument, ...]] = []
-        if parts.password:
-            names = [unquote(parts.username)] if parts.username else []
-            self._greeting.append(("AUTH", *names, unquote(parts.password)))
-        if database := parts.path.strip("/"):
-            self._greeting.append(("SELECT", int(database)))
+        self._greeting = _auth(url.user, url.password)
+        if url.database:
+            self._greeting.append(("SELECT", url.database))
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
 
@@ -64,20 +64,68 @@ class Wire:
         async with self._connecting:
             if self._line is not None and not self._line.closed:
                 return self._line
-            loop = asyncio.get_running_loop()
-            line = _Line(loop, self._timeout)
             try:
                 async with asyncio.timeout(self._timeout):
-                    await loop.create_connection(lambda: line, self._host, self._port)
-                    for command in self._greeting:
-                        await line.send(command)
-            except BaseException as problem:
-                line.end(WireError("not connected"))
-                if isinstance(problem, TimeoutError):
-                    raise WireError("no connection in time") from None
-                raise
-            self._line = line
-            return line
+                    if self._url.kind == "sentinel":
+                        self._line = await self._to_master()
+                    else:
+                        self._line = await self._to(self._url.addresses[0], self._greeting)
+            except TimeoutError:
+                raise WireError("no connection in time") from None
+            return self._line
+
+    async def _to_master(self) -> _Line:
+        """A connection to the server that one of the Sentinels says is the master, and that agrees.
+
+        Raises:
+            WireError: there is none, for all that they know.
+        """
+        service = self._url.service
+        why: Exception = WireError(f"no Sentinel knows {service!r}")
+        for sentinel in self._url.addresses:
+            try:
+                found = await self._ask(sentinel, service)
+                if found is None:
+                    continue
+                line = await self._to(found, self._greeting)
+                role = await line.send(("ROLE",))
+            except (OSError, hiredis.ReplyError) as problem:
+                why = problem
+                continue
+            if isinstance(role, list) and role[0] == b"master":
+                return line
+            line.end(WireError("not the master"))
+            why = WireError(f"{found[0]}:{found[1]} is no master any more")
+        raise why
+
+    async def _ask(self, sentinel: Address, service: str) -> Address | None:
+        """Where a Sentinel says that the master is."""
+        password = self._url.settings.get("sentinelPassword", "")
+        line = await self._to(sentinel, _auth("", password))
+        try:
+            found = await line.send(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service))
+        finally:
+            line.end(WireError("closed"))
+        return (found[0].decode(), int(found[1])) if isinstance(found, list) else None
+
+    async def _to(self, address: Address, greeting: Sequence[tuple[Argument, ...]]) -> _Line:
+        """A connection whose server has taken the greeting."""
+        loop = asyncio.get_running_loop()
+        line = _Line(loop, self._timeout)
+        try:
+            await loop.create_connection(lambda: line, *address, ssl=self._tls)
+            for command in greeting:
+                await line.send(command)
+        except BaseException:
+            line.end(WireError("not connected"))
+            raise
+        return line
+
+
+def _auth(user: str, password: str) -> list[tuple[Argument, ...]]:
+    if not password:
+        return []
+    return [("AUTH", user, password) if user else ("AUTH", password)]
 
 
 class _Line(asyncio.Protocol):

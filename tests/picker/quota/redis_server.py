@@ -37,6 +37,7 @@ class RedisServer:
     directory: Path
     flags: tuple[str, ...] = ()
     cluster: bool = False
+    password: str | None = None
     port: int = field(default_factory=free_port)
     bus_port: int = field(default_factory=free_port)  # of a cluster
     process: subprocess.Popen[bytes] | None = None
@@ -46,7 +47,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=DEADLINE)
+        return redis.Redis(port=self.port, password=self.password, socket_timeout=DEADLINE)
 
     def start(self) -> None:
         program = shutil.which("redis-server")
@@ -80,9 +81,12 @@ class RedisServer:
 
 
 @contextmanager
-def running(*flags: str, cluster: bool = False) -> Iterator[RedisServer]:
+def running(
+    *flags: str, cluster: bool = False, password: str | None = None
+) -> Iterator[RedisServer]:
+    """`password` is what the flags ask for."""
     with tempfile.TemporaryDirectory() as directory:
-        server = RedisServer(Path(directory), flags, cluster)
+        server = RedisServer(Path(directory), flags, cluster, password)
         server.start()
         try:
             yield server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,11 @@ def test_the_store_is_named_by_flag_environment_or_file(url: str, tmp_path: Path
     file.write_text(f"quota: {{store: '{url}', zone: Europe/Berlin}}\n")
     quota("-c", str(file), "set", ALICE, "requests=5/day")
     assert ALICE in quota("get", WARMPATH_QUOTA_STORE=url)
+    (limit,) = json.loads(quota("--store", url, "get", "-o", "json"))
+    assert limit["zone"] == "Europe/Berlin", "whoever looks has the days of whoever set it"
+    quota("-c", str(file), "set", ALICE, "requests=5/day", "--zone", "UTC")
+    (limit,) = json.loads(quota("-c", str(file), "get", "-o", "json"))
+    assert limit["zone"] == ""
     quota("-c", str(file), "set", "tenant/bob", "requests=5/day", WARMPATH_QUOTA_STORE=other)
     assert "tenant/bob" in quota("--store", other, "get", WARMPATH_QUOTA_STORE=url)
     file.write_text("quota: {stor: x}\n")

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from picker.config import Duration, Quota
+from picker.config import Quota
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
 from picker.quota.model import Key, Limit, Subject
@@ -253,7 +253,3 @@ def test_the_breaker_opens_after_failures_in_a_row_and_probes_ever_more_seldom()
     assert pauses[0] == FIRST_PAUSE and pauses == sorted(pauses) and pauses[-1] == LONGEST_PAUSE
     breaker.succeeded()
     assert not breaker.open and breaker.pause == 0
-
-
-def test_the_timeout_of_the_configuration_is_short() -> None:
-    assert Quota().timeout <= Duration(0.1)

@@ -31,9 +31,6 @@ async def test_a_store_is_opened_by_its_url(tmp_path: Path) -> None:
         "quota.db",
         "sqlite:",
         "sqlite://host/x",
-        "redis+sentinel://h/0",
-        "redis://h:p/0",
-        "redis:x",
     ],
 )
 def test_what_is_no_store_is_refused(url: str) -> None:

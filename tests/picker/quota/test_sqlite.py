@@ -12,6 +12,7 @@ from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import Denied, Granted
 from picker.quota.store import Change, StoreDown
 from picker.quota.store_sqlite import SQLiteStore
+from picker.quota.stores import REDIS_SECONDS, open_store
 from tests.picker.quota.customers import balanced, customer, killed_after, prepare
 from tests.picker.quota.kit import Clock, Desk, limits, spent, tokens
 
@@ -122,3 +123,20 @@ async def test_a_closed_store_is_down(tmp_path: Path) -> None:
     await store.close()
     with pytest.raises(StoreDown):
         await store.counts(["k"])
+
+
+async def test_a_disk_that_is_slow_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """Else each picker would give out its share beside what the file knows of."""
+    path = tmp_path / "quota.db"
+    clock = Clock()
+    desk = Desk(open_store(f"sqlite://{path}"), clock)
+    await desk.limit(ALICE, "requests=3/day")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    asked = asyncio.create_task(desk.granted(ALICE, tokens(1)))
+    await asyncio.wait([asked], timeout=3 * REDIS_SECONDS)
+    assert not asked.done()
+    other.execute("ROLLBACK")
+    other.close()
+    await asked
+    await desk.store.close()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import hiredis
 import pytest
 
+from picker.quota.redis_url import parse
 from picker.quota.wire import Wire, WireError
 from tests.picker.quota.redis_server import DEADLINE, running
 
@@ -17,7 +18,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 async def test_calls_made_at_once_are_answered_each_with_its_own() -> None:
     with running() as server:
-        wire = Wire(server.url, DEADLINE)
+        wire = Wire(parse(server.url), DEADLINE)
         answers = await asyncio.gather(
             *(wire.call("ECHO", f"{number}" * (1 + 997 * number % 40_000)) for number in range(200))
         )
@@ -31,7 +32,7 @@ async def test_calls_made_at_once_are_answered_each_with_its_own() -> None:
 
 async def test_a_refusal_fails_its_own_call_only() -> None:
     with running() as server:
-        wire = Wire(server.url, DEADLINE)
+        wire = Wire(parse(server.url), DEADLINE)
         first, wrong, last = await asyncio.gather(
             wire.call("ECHO", "a"),
             wire.call("EVALSHA", "0" * 40, 0),
@@ -46,19 +47,19 @@ async def test_a_refusal_fails_its_own_call_only() -> None:
 async def test_it_greets_with_password_and_database() -> None:
     with running("--user", "alice", "on", ">p@ss", "~*", "+@all") as server:
         address = f"127.0.0.1:{server.port}"
-        wire = Wire(f"redis://alice:p%40ss@{address}/3", DEADLINE)
+        wire = Wire(parse(f"redis://alice:p%40ss@{address}/3"), DEADLINE)
         await wire.call("SET", "k", "v")
         assert b"db=3" in bytes(await wire.call("CLIENT", "INFO"))  # type: ignore[call-overload]
         assert b"user=alice" in bytes(await wire.call("CLIENT", "INFO"))  # type: ignore[call-overload]
         wire.close()
-        wrong = Wire(f"redis://alice:wrong@{address}/3", DEADLINE)
+        wrong = Wire(parse(f"redis://alice:wrong@{address}/3"), DEADLINE)
         with pytest.raises(hiredis.ReplyError, match="WRONGPASS"):
             await wrong.call("GET", "k")
 
 
 async def test_it_connects_again_after_its_server_was_gone() -> None:
     with running() as server:
-        wire = Wire(server.url, DEADLINE)
+        wire = Wire(parse(server.url), DEADLINE)
         await wire.call("PING")
         server.kill()
         with pytest.raises(OSError):
@@ -70,7 +71,7 @@ async def test_it_connects_again_after_its_server_was_gone() -> None:
 
 async def test_a_cancelled_call_leaves_the_others_their_answers() -> None:
     with running() as server:
-        wire = Wire(server.url, DEADLINE)
+        wire = Wire(parse(server.url), DEADLINE)
         await wire.call("PING")
         calls = [asyncio.ensure_future(wire.call("ECHO", str(number))) for number in range(9)]
         await asyncio.sleep(0)
@@ -90,7 +91,7 @@ async def served(serve: Serve, seconds: float) -> None:
         writer.close()
 
     async with await asyncio.start_server(run, "127.0.0.1", 0) as server:
-        wire = Wire(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", seconds)
+        wire = Wire(parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"), seconds)
         began = time.monotonic()
         with pytest.raises(WireError):
             await wire.call("PING")
