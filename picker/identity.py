@@ -79,8 +79,7 @@ class Identities:
         if self._keys is not None and (digest := self.key_digest(headers)) is not None:
             owner = self._keys(digest)
             if owner is None:
-                why = "the API key is not known here"
-                raise Refusal(401, "invalid_api_key", why, headers=[WRONG_KEY])
+                raise unknown_key()
             return Caller(owner.tenant, owner.subject, digest)
         for header in self._headers:
             if name := headers.get(header):
@@ -110,6 +109,12 @@ class Identities:
                     continue
             return sha256(value.strip()[: MAX_KEY + 1].encode("utf-8", "replace")).hexdigest()
         return None
+
+
+def unknown_key() -> Refusal:
+    """401: an API key is nobody's, or not any more."""
+    why = "the API key is not known here"
+    return Refusal(401, "invalid_api_key", why, headers=[WRONG_KEY])
 
 
 def fit(name: str) -> bool:

@@ -31,6 +31,7 @@ from picker.quota.model import (
 )
 from picker.quota.plan import FREE, line_of
 from picker.quota.policy import Policy
+from picker.quota.reader import Reader
 from picker.quota.store import Change, Conflict, Correction, Count, Entry, Store
 from picker.quota.unhurried import unhurried
 from picker.quota.windows import load_zone
@@ -108,15 +109,11 @@ class Editor:
         self._actor = actor
         self._zone = zone
         self._policy = Policy(on_failure)
+        self._reader = Reader(store, self._policy)
 
     async def read(self) -> Policy:
         """All that is written, as it is now."""
-        changes = await self.store.changes(self._policy.version)
-        if changes.whole:
-            records = {name: record for name, record in changes.records.items() if record}
-            self._policy.replace(changes.version, records)
-        else:
-            self._policy.update(changes.version, changes.records)
+        await self._reader.read()
         return self._policy
 
     async def set(

@@ -12,7 +12,8 @@ from picker.quota.breaker import Breaker
 from picker.quota.outage import Debts, Owed
 from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, line_of
 from picker.quota.policy import Policy
-from picker.quota.store import Change, Changes, Conflict, Entry, Stale, Store, StoreDown
+from picker.quota.reader import Reader
+from picker.quota.store import Change, Conflict, Entry, Stale, Store, StoreDown
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Link:
         self.debts = Debts()
         self._policy = policy
         self._breaker = Breaker(steady)
-        self._reading: asyncio.Task[None] | None = None
+        self._reader = Reader(store, policy, self._restore)
         self._catching_up: asyncio.Task[None] | None = None
         self._quiet = asyncio.Event()  # nothing is being settled
         self._quiet.set()
@@ -83,12 +84,13 @@ class Link:
         return answer
 
     async def read(self) -> None:
-        """Take over what was written. Who comes while somebody reads waits for that.
+        """Take over what was written before this call.
 
         Raises:
             StoreDown: as `ask` does.
         """
-        await self.ask(self._read)
+        await self.ask(self._reader.read)
+        self.known = True
 
     def settle(self, owed: Owed) -> None:
         """Settle soon, or when the store is back; what it may know nothing of does no harm.
@@ -161,28 +163,13 @@ class Link:
     async def _try_again(self) -> None:
         await asyncio.sleep(self._breaker.pause)
         was_up = self.up
-        await self._read_once()
+        await self._reader.read()
+        self.known = True
         self._breaker.succeeded()
         if not was_up:
             log.warning("The quota store is back; it is owed %d settlements", len(self.debts))
 
-    async def _read(self) -> None:
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.get_running_loop().create_task(self._read_once())
-        await asyncio.shield(self._reading)
-
-    async def _read_once(self) -> None:
-        changes = await self.store.changes(self._policy.version)
-        if not changes.version and self._policy.records:
-            changes = await self._restored()
-        if changes.whole:
-            records = {name: record for name, record in changes.records.items() if record}
-            self._policy.replace(changes.version, records)
-        else:
-            self._policy.update(changes.version, changes.records)
-        self.known = True
-
-    async def _restored(self) -> Changes:
+    async def _restore(self) -> None:
         """The store has lost everything: write the limits again, unless somebody else does."""
         records = self._policy.records
         log.error("The quota store is empty: writing its %d subjects again", len(records))
@@ -191,4 +178,3 @@ class Link:
         entry = Entry(self.store.wall(), "warmpath", "restore", "", "", "", why)
         with suppress(Conflict):
             await self.store.write(found, [entry])
-        return await self.store.changes("")

@@ -76,6 +76,9 @@ class MemoryStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return self._ledger.shrink(id, amounts, ttl, self._now())
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        self._ledger.renew(ids, ttl, self._now())
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
@@ -88,7 +91,7 @@ class MemoryStore:
         self._ledger.charge(id, subject, model, lines, spent, now, self.wall())
         return True
 
-    async def changes(self, version: str) -> Changes:
+    async def changes(self, version: str, after: str = "") -> Changes:
         since = int(version or 0)
         records: dict[str, Record | None] = {
             name: record for name, record in self._records.items() if record.revision > since

@@ -27,6 +27,7 @@ from picker.quota.rows import SCHEMA, SCHEMA_VERSION, Rows, counter_of, reservat
 from picker.quota.store import (
     KEPT_DAYS,
     MAX_AUDIT,
+    PAGE,
     Change,
     Changes,
     Conflict,
@@ -45,6 +46,7 @@ from picker.quota.store import (
 T = TypeVar("T")
 
 MAX_BATCH = 512  # pieces of work in one commit
+READ_SECONDS = 5.0  # to wait for a page of records: without them nothing can be decided
 CLEAR_SECONDS = 600.0  # between two looks for rows that tell nothing any more
 
 
@@ -99,6 +101,9 @@ class SQLiteStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return await self._do(lambda: self._rows.shrink(id, amounts, ttl, self.wall()))
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        await self._do(lambda: self._rows.renew(ids, ttl, self.wall()))
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
@@ -114,17 +119,25 @@ class SQLiteStore:
 
         return await self._do(work)
 
-    async def changes(self, version: str) -> Changes:
-        def work() -> Changes:
-            since = int(version or 0)
-            whole = not 0 < since <= self._revision
-            rows = self._execute(
-                "SELECT name, revision, record FROM subjects WHERE revision > ?",
-                0 if whole else since,
-            )
-            return Changes(str(self._revision), dict(map(_record, rows)), whole)
+    async def changes(self, version: str, after: str = "") -> Changes:
+        since = int(version or 0)
+        revision, _, name = after.partition(" ")
 
-        return await self._do(work)
+        def work() -> tuple[int, bool, list[_Row]]:
+            whole = not 0 < since <= self._revision
+            # All names come after "", and all revisions after 0 and "".
+            start = (int(revision), name) if after else (0 if whole else since + 1, "")
+            rows = self._execute(
+                "SELECT name, revision, record FROM subjects WHERE (revision, name) > (?, ?) "
+                "ORDER BY revision, name LIMIT ?",
+                *start,
+                PAGE,
+            )
+            return self._revision, whole, rows.fetchall()
+
+        now, whole, rows = await self._do(work, READ_SECONDS)
+        following = f"{rows[-1][1]} {rows[-1][0]}" if len(rows) == PAGE else ""
+        return Changes(str(now), dict(map(_record, rows)), whole, following)
 
     async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         return await self._do(lambda: self._write(changes, entries))
@@ -254,13 +267,19 @@ class SQLiteStore:
 
     # On the event loop
 
-    async def _do(self, work: Callable[[], T]) -> T:
+    async def _do(self, work: Callable[[], T], least: float = 0.0) -> T:
+        """What work in the thread returns.
+
+        Raises:
+            StoreDown: not in time, for which `least` seconds are given at least.
+        """
         if not self._thread.is_alive():
             raise StoreDown(f"{self._path} is closed")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._work.put((work, future))
         try:
-            async with asyncio.timeout(2 * self._timeout):  # for the lock, then for the disk
+            # For the lock, then for the disk.
+            async with asyncio.timeout(max(2 * self._timeout, least)):
                 return await future
         except TimeoutError:
             raise StoreDown(f"{self._path} did not answer in time") from None
@@ -382,6 +401,8 @@ class SQLiteStore:
 
 
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+_Row = tuple[str, int, str | None]
+"""Name, revision and record of a subject; None: it was removed."""
 
 
 def _deliver(futures: list[asyncio.Future[Any]], answers: list[Any]) -> None:
@@ -401,7 +422,7 @@ def _deliver(futures: list[asyncio.Future[Any]], answers: list[Any]) -> None:
         loop.call_soon_threadsafe(deliver)
 
 
-def _record(row: tuple[str, int, str | None]) -> tuple[str, Record | None]:
+def _record(row: _Row) -> tuple[str, Record | None]:
     name, revision, record = row
     if record is None:
         return name, None

@@ -14,8 +14,9 @@ import pytest
 from picker.config import Quota
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
-from picker.quota.model import Limit, Subject
+from picker.quota.model import Key, Limit, Subject
 from picker.quota.stores import open_store
+from picker.refusal import Refusal
 from picker.usage import Usage
 from tests.picker.quota.kit import Clock, Desk, limits
 from tests.picker.quota.redis_server import DEADLINE, RedisServer, back, running
@@ -180,20 +181,32 @@ async def test_a_redis_that_lost_everything_gets_the_limits_again() -> None:
             assert await desk.store.verify() == []
 
 
-@pytest.mark.parametrize(("on_failure", "status"), [("share", 200), ("open", 200), ("closed", 503)])
-async def test_a_picker_that_starts_without_its_store(on_failure: str, status: int) -> None:
-    with running() as server:
+@pytest.mark.parametrize("on_failure", ["share", "open", "closed"])
+async def test_a_picker_that_starts_without_its_store_lets_nothing_pass(on_failure: str) -> None:
+    key, opened = "ab" * 32, Limit("requests", 2, "month", on_failure="open")
+    with running(*DURABLE) as server:
         async with administrator(server) as desk:
-            await desk.limit(ALICE, "requests=0/month")
-        with server.client() as client:
-            client.bgrewriteaof()
+            await desk.write(
+                {
+                    ALICE: Subject(limits=(opened,)),
+                    "tenant/evil": Subject(blocked="evil"),
+                    "key/one": Subject(ALICE, key=Key(key, "x", 0.0)),
+                }
+            )
         server.kill()
         async with picker(server, Quota(on_failure=on_failure)) as quotas:  # type: ignore[arg-type]
-            answer = await quotas.admit(ask())
-            assert (answer.refusal.status if isinstance(answer, Refused) else 200) == status
+            for subject in (ALICE, "tenant/evil", "tenant/new"):
+                answer = await quotas.admit(ask(subject=subject))
+                assert isinstance(answer, Refused)
+                assert (answer.refusal.status, answer.refusal.retry_after) == (503, 1)
+            with pytest.raises(Refusal, match="cannot be checked"):
+                await quotas.find_key(key)
             server.start()
-            await until(lambda: quotas.store_up)
-            assert isinstance(await quotas.admit(ask()), Admission)  # it came back empty
+            await until(lambda: quotas.store_up and bool(quotas.policy.records))
+            assert isinstance(await quotas.admit(ask()), Admission)
+            barred = await quotas.admit(ask(subject="tenant/evil"))
+            assert isinstance(barred, Refused) and barred.refusal.status == 403
+            assert await quotas.find_key(key) == "key/one"
 
 
 async def test_a_cancelled_request_holds_nothing() -> None:
