@@ -105,6 +105,9 @@ async def test_a_process_with_a_kubeconfig_serves_the_pods_of_the_pool(tmp_path)
                 assert state["kubernetes"]["synced"]
                 page = (await get(ports["admin"], "/metrics"))[1]
                 assert 'warmpath_kubernetes_synced{resource="pods"} 1' in page
+                assert 'inference_pool_ready_pods{name="demo"} 1' in page
+                queue = "inference_pool_per_pod_queue_size"
+                assert f'{queue}{{name="demo",model_server_pod="b-rank-' in page
                 path.write_text(text_for(api, ports, "drain: 2s\n"))  # it goes on watching
                 api.delete(inference_pool())
                 async with asyncio.timeout(DEADLINE):
