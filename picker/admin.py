@@ -39,6 +39,8 @@ from picker.request import parse
 from picker.tls import ServerTls
 
 if TYPE_CHECKING:
+    from picker.kubernetes.follow import KubernetesPool
+    from picker.kubernetes.view import KubernetesView
     from picker.prefix.precise import EventsPrefix
 
 DEFAULT_LIMIT = 100  # picks on a page
@@ -64,6 +66,7 @@ class Views:
     gate: Gate | None = None  # where there are quotas or flow control
     reloads: Reloads = field(default_factory=Reloads)
     tls: ServerTls | None = None  # of the gRPC port, where it has it
+    kubernetes: KubernetesPool | None = None  # where the pods are found there
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -98,6 +101,7 @@ class Pages:
         self._events = None if views.events is None else EventsView(views.events, views.pool)
         self._gate = views.gate
         self._fairness = _fairness_view(views)
+        self._kubernetes = _kubernetes_view(views)
         self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
@@ -133,6 +137,8 @@ class Pages:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
         if self._views.tls is not None:
             all_pages.append(self._views.tls.page())
+        if self._kubernetes is not None:
+            all_pages.append(self._kubernetes.page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -170,6 +176,7 @@ class Pages:
             pods.append(
                 {
                     "address": address,
+                    "name": endpoint.name,
                     "labels": dict(endpoint.labels),
                     "fresh": load.fresh,
                     "loadAgeSeconds": load.age,
@@ -194,6 +201,7 @@ class Pages:
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
+                "kubernetes": None if self._kubernetes is None else self._kubernetes.state(),
             }
         )
 
@@ -254,6 +262,14 @@ class Pages:
             mode = self._views.config().prefix.mode
             raise Refusal(404, "no_index", f"no KV events are followed: prefix.mode is {mode}")
         return self._events
+
+
+def _kubernetes_view(views: Views) -> KubernetesView | None:
+    if views.kubernetes is None:
+        return None
+    from picker.kubernetes.view import KubernetesView  # its package need not be installed
+
+    return KubernetesView(views.kubernetes)
 
 
 def _fairness_view(views: Views) -> FairnessView | None:

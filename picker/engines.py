@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_SERIES = 4096  # of one metric; with more of them it counts as not told
 MAX_ADAPTERS = 1024
+MAX_UNKNOWN = 100  # names of engines that are logged
 MAX_KEPT_LABELS = 4096  # bytes of a series' labels that are remembered as read
 MAX_SELECTED = 8  # labels that tell one series of a metric from others
 MAX_DIGITS = 40  # of a number, with sign, point and exponent
@@ -154,17 +155,28 @@ _ALSO_CALLED = {"trtllm-serve": "trtllm", "triton-tensorrt-llm": "triton"}
 def engine_of(
     labels: Mapping[str, str],
     default: str,
+    unknown: set[str],
     engines: Mapping[str, Engine] = ENGINES,
     names: Sequence[str] = ENGINE_LABELS,
 ) -> Engine:
-    """The engine that a pod's labels of these names tell, or the default."""
+    """The engine that a pod's labels of these names tell, or the default.
+
+    Names that are no engine's are put into `unknown`, and logged once.
+    """
     for label in names:
         name = labels.get(label)
         if name is not None:
             engine = engines.get(name) or engines.get(_ALSO_CALLED.get(name, ""))
             if engine is not None:
                 return engine
-            log.warning("label %s names %r, which is no known engine", label, name[:100])
+            if name not in unknown and len(unknown) < MAX_UNKNOWN:
+                unknown.add(name)
+                log.warning(
+                    "label %s names %r, which is no known engine: %s is assumed",
+                    label,
+                    name[:100],
+                    default,
+                )
     return engines[default]
 
 

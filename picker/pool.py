@@ -63,6 +63,7 @@ class Pool:
         self._listeners: list[Listener] = []
         self._free: list[int] = list(range(self.capacity))  # a heap
         self._by_host: dict[str, list[int]] = {}
+        self._wanted: dict[str, _Wanted] = {}  # by the last update
 
     def listen(self, listener: Listener) -> None:
         """Tell a listener of all endpoints that are in the pool, and of every change."""
@@ -80,7 +81,8 @@ class Pool:
             ValueError: an address that is no `ip:port`, one given twice, event sources that cannot
                 be, or too many endpoints; nothing has changed then.
         """
-        wanted = _by_address(specs)
+        before, wanted = self._wanted, _by_address(specs, self._wanted)
+        self._wanted = wanted
         gone = [
             endpoint
             for endpoint in self.endpoints.values()
@@ -103,13 +105,13 @@ class Pool:
                     one.labels,
                     self._take_slot(),
                     one.events,
-                    one.name or address,
+                    one.name,
                     one.incarnation,
                 )
                 self.endpoints[address] = endpoint
                 new.append(endpoint)
-            elif known.labels != one.labels or known.name != (one.name or address):
-                known.labels, known.name = one.labels, one.name or address
+            elif before.get(address) is not one and (known.labels, known.name) != one.shown:
+                known.labels, known.name = one.shown
                 changed = True
         if changed or new:
             self._tell(gone, new)
@@ -226,6 +228,7 @@ def _join(host: str, port: int) -> str:
 
 
 class _Wanted(NamedTuple):
+    spec: EndpointSpec
     host: str
     port: int
     labels: Mapping[str, str]
@@ -233,25 +236,32 @@ class _Wanted(NamedTuple):
     name: str
     incarnation: str
 
+    @property
+    def shown(self) -> tuple[Mapping[str, str], str]:
+        """What may change of an endpoint that stays."""
+        return self.labels, self.name
 
-def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, _Wanted]:
-    """What a configuration wants at each address, checked."""
+
+def _by_address(specs: Sequence[EndpointSpec], before: Mapping[str, _Wanted]) -> dict[str, _Wanted]:
+    """What a configuration wants at each address, checked; those it wanted before need no check."""
     if len(specs) > MAX_ENDPOINTS:
         raise ValueError(f"{len(specs)} endpoints in one pool: {MAX_ENDPOINTS} are the most")
     wanted: dict[str, _Wanted] = {}
     publishers: set[str] = set()
     for spec in specs:
-        host, port = parse_address(spec.address)
-        address = _join(host, port)
+        address, one = spec.address, before.get(spec.address)
+        if one is None or one.spec is not spec:
+            host, port = parse_address(spec.address)
+            address, labels, events = _join(host, port), dict(spec.labels), tuple(spec.events)
+            name = spec.name or address
+            one = _Wanted(spec, host, port, labels, events, name, spec.incarnation)
         if address in wanted:
             raise ValueError(f"endpoint {address} is given twice")
-        for source in spec.events:
+        for source in one.events:
             if (publisher := written(source).live) in publishers:
                 raise ValueError(f"event address {publisher} is given twice")
             publishers.add(publisher)
-        wanted[address] = _Wanted(
-            host, port, dict(spec.labels), tuple(spec.events), spec.name, spec.incarnation
-        )
+        wanted[address] = one
     return wanted
 
 

@@ -55,6 +55,7 @@ class Scraper:
         self.load = load
         self._use(settings)
         self.on_resize = on_resize
+        self.unknown_engines: set[str] = set()
         self._call_later = call_later
         self._watches: dict[Endpoint, _Watch] = {}
         self._unheard: set[Endpoint] = set()
@@ -82,7 +83,9 @@ class Scraper:
 
     def engine(self, labels: Mapping[str, str]) -> Engine:
         """Of a pod with these labels."""
-        return engine_of(labels, self.settings.engine, self._engines, self._labels)
+        return engine_of(
+            labels, self.settings.engine, self.unknown_engines, self._engines, self._labels
+        )
 
     async def start(self) -> None:
         """Begin to ask all pods, those present and those to come."""

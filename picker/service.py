@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, EndpointSpec, Prefix
+from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
+from picker.kubernetes import settings as kubernetes
 from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -35,9 +37,12 @@ from picker.sessions import Sessions
 from picker.tls import ServerTls, check_settings
 
 if TYPE_CHECKING:
+    from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
+
+STARTING = "starting"  # not ready yet, and nothing is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class Service:
     def __init__(self, config: Config) -> None:
         check_settings(config.listen.tls)
         self.config = config
-        self._pool = Pool(config.pool.name)
+        kubernetes.check(config)
+        self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
         self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
@@ -93,7 +99,9 @@ class Service:
         )
         self._pool.update(config.pool.endpoints)
         self.reloads = Reloads()
-        self._not_ready: str | None = "starting"
+        self._rules: Sequence[Rewrite] = ()  # of the cluster
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
+        self._not_ready: str | None = STARTING
         self._servers: _Servers | None = None
         self._tls: ServerTls | None = None  # of the gRPC port, where it has it
         self._watching: asyncio.Task[None] | None = None  # its files
@@ -102,6 +110,8 @@ class Service:
     @property
     def not_ready(self) -> str | None:
         """Why requests are not welcome; None when they are."""
+        if self._not_ready == STARTING and self._kubernetes is not None:
+            return self._kubernetes.waiting_for or STARTING
         return self._not_ready
 
     @property
@@ -120,7 +130,8 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
-            ValueError: a file that the configuration names cannot be used.
+            ValueError: a file that the configuration names cannot be used, or there are no
+                credentials for Kubernetes.
         """
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
@@ -140,13 +151,18 @@ class Service:
         )
         await self._prefix.start()
         await self._scraper.start()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load, and what it holds, or failed to.
+        """Wait until it is known which pods there are, and each has told its load, and what it
+        holds, or failed to.
 
         From then on the service is ready.
         """
+        if self._kubernetes is not None:
+            await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
@@ -181,6 +197,8 @@ class Service:
         self._not_ready = "stopped"
         if self._watching is not None:
             self._watching.cancel()
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -195,6 +213,8 @@ class Service:
 
         Requests that were picked end under what they began with.
 
+        Where the pods are found in Kubernetes, the file has none to take over.
+
         Raises:
             ValueError: it cannot be used; nothing has changed then.
         """
@@ -205,7 +225,7 @@ class Service:
         check_metrics(new.metrics)
         if self._gate is not None:
             self._gate.check(new)
-        if not (new.pool.kubernetes.pool or new.pool.kubernetes.selector):
+        if not kubernetes.is_used(new):
             self._list(new.pool.endpoints)
         # From here on nothing fails.
         self.config = new
@@ -214,7 +234,7 @@ class Service:
             scheduler, frozenset(new.models), ignore_subset=new.pool.ignore_subset
         )
         if new.rewrites != old.rewrites:
-            self.rewrites.update(new.rewrites)
+            self._take_rules(self._rules)
         self._load.stale_after = new.metrics.stale_after
         if new.metrics != old.metrics:
             self._scraper.reconfigure(new.metrics)
@@ -244,6 +264,11 @@ class Service:
                 len(before - after),
             )
 
+    def _take_rules(self, rules: Sequence[Rewrite]) -> None:
+        """Rewrite by the cluster's rules, after those of the file, which win."""
+        self._rules = rules
+        self.rewrites.update([*self.config.rewrites, *rules])
+
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
         """Let the configured administer quotas. Returns the port."""
         quota, listen = self.config.quota, self.config.listen
@@ -267,11 +292,39 @@ class Service:
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
-            not_ready=lambda: self._not_ready,
+            not_ready=lambda: self.not_ready,
             gate=self._gate,
             tls=self._tls,
             reloads=self.reloads,
+            kubernetes=self._kubernetes,
         )
+
+
+def _pool_name(config: Config) -> str:
+    """As set; unless that is, the InferencePool's."""
+    is_set = config.pool.name != PoolSection().name
+    return config.pool.name if is_set else config.pool.kubernetes.pool or config.pool.name
+
+
+def _kubernetes_pool(
+    config: Config,
+    pool: Pool,
+    gate: Gate | None,
+    take_rules: Callable[[Sequence[Rewrite]], None],
+) -> KubernetesPool | None:
+    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
+    if not kubernetes.is_used(config):
+        return None
+    try:
+        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"pool.kubernetes needs the Python package {missing.name}: "
+            "pip install 'warmpath[kubernetes]'"
+        ) from missing
+    flow = None if gate is None else gate.flow
+    take_priorities = None if flow is None else flow.objectives.update
+    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:

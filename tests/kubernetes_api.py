@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterable
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +49,16 @@ class Watcher:
     query: dict[str, str]
     lines: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     cut: bool = False
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, line: bytes) -> None:
+        if not self.cut:
+            self.lines.put_nowait(line)
+
+    def end(self, last: bytes) -> None:
+        """Break off after these bytes."""
+        self.put(last)
+        self.cut = True
 
 
 class Refused(Exception):
@@ -76,6 +88,7 @@ class KubernetesApi:
     def __init__(self, absent: Iterable[str] = ()) -> None:
         """`absent`: CRDs that are not installed, as `plural.group`."""
         self.url = ""
+        self.folder = ""  # for files, as long as it runs
         self.token = "secret"
         self.kinds: dict[str, Kind] = {**builtin_kinds(), **custom_kinds()}
         for name in absent:
@@ -92,8 +105,8 @@ class KubernetesApi:
         self._watchers: set[Watcher] = set()
         self._forbidden: set[tuple[str, str]] = set()
         self._failures: dict[str, list[int]] = {}
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.piece = 0  # bytes that watches send at once; 0: a whole line
+        self.interrupt: Callable[[str, str], None] | None = None  # called with verb and kind
         self._uid = 0
         self._came = asyncio.Event()
 
@@ -113,6 +126,12 @@ class KubernetesApi:
         name, about = self._kind_of(thing), thing["metadata"]
         before = self._of(name).pop((about.get("namespace", ""), about["name"]))
         self._record(name, before, None)
+
+    def remove(self, name: str) -> None:
+        """A CRD is no more, nor are its objects; its watches end."""
+        del self.kinds[name]
+        self._objects.pop(name, None)
+        self.cut()
 
     def install(self, name: str) -> None:
         """A CRD, `plural.group`, is there from now on."""
@@ -141,21 +160,23 @@ class KubernetesApi:
     def cut(self, after: bytes = b"") -> None:
         """Break all watches off, after some last bytes: half a line, say."""
         for watcher in self._watchers:
-            watcher.cut = True
-            watcher.lines.put_nowait(after)
+            watcher.end(after)
 
     def send(self, line: bytes, kind: str) -> None:
         """Bytes of any kind to the watches of one kind."""
         for watcher in self._watchers:
             if watcher.kind == kind:
-                watcher.lines.put_nowait(line)
+                watcher.put(line)
 
     def hold(self) -> None:
-        """Watches stay open, and nothing comes any more: a connection that is half open."""
-        self._flowing.clear()
+        """Nothing comes any more of the watches that are open: they are half open."""
+        for watcher in self._watchers:
+            watcher.flowing.clear()
 
     def release(self) -> None:
-        self._flowing.set()
+        """What was held comes now."""
+        for watcher in self._watchers:
+            watcher.flowing.set()
 
     def fail(self, name: str, *codes: int) -> None:
         """Answer the next requests for a kind by these codes of HTTP."""
@@ -168,7 +189,7 @@ class KubernetesApi:
                 kind = self.kinds[watcher.kind]
                 about = {"resourceVersion": str(self.version), "creationTimestamp": None}
                 thing = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": about}
-                watcher.lines.put_nowait(_line("BOOKMARK", thing))
+                watcher.put(_line("BOOKMARK", thing))
 
     async def asked(self, verb: str, name: str, times: int = 1) -> None:
         """Wait until a kind has been asked for so often."""
@@ -219,11 +240,11 @@ class KubernetesApi:
         has = change.after is not None and _selected(change.after, watcher)
         if has:
             assert change.after is not None
-            watcher.lines.put_nowait(_line("MODIFIED" if was else "ADDED", change.after))
+            watcher.put(_line("MODIFIED" if was else "ADDED", change.after))
         elif was:
             last = json.loads(json.dumps(change.after or change.before))
             last["metadata"]["resourceVersion"] = str(change.version)
-            watcher.lines.put_nowait(_line("DELETED", last))
+            watcher.put(_line("DELETED", last))
 
     # HTTP
 
@@ -252,6 +273,8 @@ class KubernetesApi:
             verb = "watch" if query.get("watch") in ("true", "1") else "list"
         self.requests.append((verb, name, query))
         self._came.set()
+        if self.interrupt is not None:
+            self.interrupt(verb, name)
         if failures := self._failures.get(name):
             code = failures.pop(0)
             raise Refused(code, "InternalError", "the server is not well")
@@ -346,13 +369,13 @@ class KubernetesApi:
         self, request: web.Request, name: str, namespace: str, query: dict[str, str]
     ) -> web.StreamResponse:
         watcher = Watcher(name, namespace, query)
+        watcher.flowing.set()
         since = int(query.get("resourceVersion") or self.version)
         if since < self._oldest:
             gone = Refused(410, "Expired", f"too old resource version: {since} ({self._oldest})")
             if self.gone_as == "status":
                 raise gone
-            watcher.cut = True
-            watcher.lines.put_nowait(_line("ERROR", gone.body))
+            watcher.end(_line("ERROR", gone.body))
         for change in self._history:
             if change.kind == name and change.version > since:
                 self._tell(watcher, change)
@@ -364,8 +387,11 @@ class KubernetesApi:
             async with asyncio.timeout(float(query.get("timeoutSeconds", 600))):
                 while not (watcher.cut and watcher.lines.empty()):
                     line = await watcher.lines.get()
-                    await self._flowing.wait()
-                    await response.write(line)
+                    await watcher.flowing.wait()
+                    size = self.piece or max(1, len(line))
+                    for start in range(0, len(line), size):
+                        await response.write(line[start : start + size])
+                        await asyncio.sleep(0)
             if request.transport is not None:
                 request.transport.close()  # no last chunk: the connection just ends
         except TimeoutError:
@@ -404,21 +430,24 @@ def _selected(thing: Object, watcher: Watcher) -> bool:
 
 
 @asynccontextmanager
-async def running_kubernetes(absent: Iterable[str] = ()) -> AsyncIterator[KubernetesApi]:
+async def running_kubernetes(
+    absent: Iterable[str] = (), tls: ssl.SSLContext | None = None
+) -> AsyncIterator[KubernetesApi]:
     api = KubernetesApi(absent)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", api.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
-    api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield api
-    finally:
-        api.release()
-        api.cut()
-        await runner.cleanup()
+    api.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
+    with tempfile.TemporaryDirectory() as api.folder:
+        try:
+            yield api
+        finally:
+            api.release()
+            api.cut()
+            await runner.cleanup()
 
 
 def kubeconfig(api: KubernetesApi, folder: Path, namespace: str = "default") -> Path:

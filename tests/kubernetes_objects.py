@@ -70,6 +70,19 @@ LEASE = _object(
 )
 
 
+# InferencePool before v1. Its CRD is not published any more, so this is only what is read of it.
+X_POOL = _object(
+    apiVersion={"const": f"{X_GROUP}/v1alpha2"},
+    kind={"const": "InferencePool"},
+    metadata={"type": "object"},
+    spec=_object(
+        selector={"type": "object", "additionalProperties": _LABEL, "minProperties": 1},
+        targetPortNumber={"type": "integer", "minimum": 1, "maximum": 65535},
+    )
+    | {"required": ["selector", "targetPortNumber"]},
+)
+
+
 class Kind:
     """A kind of objects that the API server knows."""
 
@@ -135,6 +148,9 @@ def custom_kinds() -> Mapping[str, Kind]:
 def builtin_kinds() -> Mapping[str, Kind]:
     return {
         "pods": Kind("", "v1", "pods", "Pod", POD),
+        f"inferencepools.{X_GROUP}": Kind(
+            X_GROUP, "v1alpha2", "inferencepools", "InferencePool", X_POOL
+        ),
         "leases.coordination.k8s.io": Kind("coordination.k8s.io", "v1", "leases", "Lease", LEASE),
     }
 
@@ -187,16 +203,34 @@ def inference_pool(
     }
 
 
+def x_pool(
+    name: str = "demo",
+    labels: Mapping[str, str] | None = None,
+    port: int = 8000,
+    *,
+    namespace: str = "default",
+) -> Object:
+    return {
+        "apiVersion": f"{X_GROUP}/v1alpha2",
+        "kind": "InferencePool",
+        "metadata": metadata(name, namespace),
+        "spec": {"selector": dict(labels or {"app": "llm"}), "targetPortNumber": port},
+    }
+
+
 def objective(
     name: str,
     priority: int | None,
     *,
     pool: str = "demo",
     group: str = X_GROUP,
+    pool_group: str = "",
     namespace: str = "default",
     **more: Any,
 ) -> Object:
     spec: Object = {"poolRef": {"name": pool}}
+    if pool_group:
+        spec["poolRef"]["group"] = pool_group
     if priority is not None:
         spec["priority"] = priority
     return {

@@ -11,25 +11,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 
 import aiohttp
 import yaml
+from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
+from kubernetes_asyncio.config.incluster_config import SERVICE_HOST_ENV_NAME
 
 from picker.config import Kubernetes
 from picker.kubernetes.errors import ApiError, NoAnswer, refused
 from picker.kubernetes.resource import Resource
-
-try:
-    from kubernetes_asyncio.client import ApiClient, Configuration
-    from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
-    from kubernetes_asyncio.config.incluster_config import SERVICE_HOST_ENV_NAME
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"pool.kubernetes needs the Python package {missing.name}: "
-        "pip install 'warmpath[kubernetes]'",
-        name=missing.name,
-    ) from missing
 
 TIMEOUT = 30.0  # seconds for a whole answer
 CONNECT_TIMEOUT = 10.0
@@ -52,7 +45,7 @@ class Api:
         self._settings = settings
         self.namespace = namespace  # as configured, else the kubeconfig's or the pod's own
         self.server = str(client.configuration.host)
-        self._renewed = time.monotonic()
+        self._renewed = -inf
         self._renewing = asyncio.Lock()
 
     @classmethod
@@ -189,7 +182,7 @@ class _explained:
             raise NoAnswer(f"{self._what}: {self._server} does not answer in time") from None
         if isinstance(problem, aiohttp.ClientError | OSError | ConfigException):
             why = str(problem) or type(problem).__name__
-            raise ApiError(f"{self._what} at {self._server}: {why}") from problem
+            raise NoAnswer(f"{self._what} at {self._server}: {why}") from problem
 
 
 async def _all_of(response: aiohttp.ClientResponse) -> bytes:
@@ -218,7 +211,7 @@ async def _identity(settings: Kubernetes) -> tuple[Configuration, str]:
             raise ValueError(
                 f"pool.kubernetes: the service account cannot be used: {problem}"
             ) from None
-    path = settings.kubeconfig or _usual_kubeconfig()
+    path = _kubeconfig(settings)
     try:
         loader = await load_kube_config(
             config_file=path, client_configuration=configuration, persist_config=False
@@ -231,8 +224,14 @@ async def _identity(settings: Kubernetes) -> tuple[Configuration, str]:
         raise ValueError(f"pool.kubernetes: {path} has not the shape of a kubeconfig") from problem
 
 
-def _usual_kubeconfig() -> str:
-    """Raises ValueError where there is none."""
+def _kubeconfig(settings: Kubernetes) -> str:
+    """A file, or several with colons between them. Raises ValueError where there is none."""
+    if settings.kubeconfig:
+        if not Path(settings.kubeconfig).is_file():
+            raise ValueError(
+                f"pool.kubernetes: kubeconfig {settings.kubeconfig}: there is no such file"
+            )
+        return settings.kubeconfig
     path = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     if not any(Path(each).expanduser().is_file() for each in path.split(os.pathsep) if each):
         raise ValueError(

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from picker.config import EndpointSpec, Events, EventSource
-from picker.kubernetes.objects import InferencePool, Pod, XInferencePool
+from picker.kubernetes.objects import MAX_PORTS, InferencePool, Pod, XInferencePool
 from picker.pool import MAX_ENDPOINTS, parse_address
 
-MAX_PORTS = 8  # of an InferencePool
 MAX_LABELS = 64  # of a pod, that filters and scorers see
 MAX_ACTIVE_PORTS = 1024  # characters of the annotation that are read
 
@@ -125,12 +124,13 @@ def active_ports(annotation: str, ports: Sequence[int]) -> set[int]:
 
 
 def _without_conflicts(pods: Mapping[str, tuple[Pod, list[EndpointSpec], str]]) -> Found:
-    found, owners = Found(), dict[str, Pod]()
-    taken: dict[str, EndpointSpec] = {}
-    for pod, specs, _ in sorted(pods.values(), key=lambda each: _age(each[0])):
+    owners: dict[str, Pod] = {}
+    for pod, specs, _ in pods.values():
         for spec in specs:
-            owners[spec.address] = pod  # the newer one comes later
-            taken[spec.address] = spec
+            other = owners.setdefault(spec.address, pod)
+            if other is not pod and _age(pod) > _age(other):
+                owners[spec.address] = pod
+    found = Found()
     for name in sorted(pods):
         pod, specs, why = pods[name]
         own = [spec for spec in specs if owners[spec.address] is pod]

@@ -29,7 +29,7 @@ class KindAbsent(ApiError):
 
 
 class NoAnswer(ApiError):
-    """The API server was silent for too long."""
+    """The API server cannot be reached, broke off, or was silent for too long."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -108,8 +108,9 @@ class KubernetesPool:
         """What the first round waits for; empty once it is over."""
         if self.synced:
             return ""
-        errors = (each.error for each in self.reflectors if each.phase is not Phase.ABSENT)
-        return next(filter(None, errors), "") or self._absence() or "its pods are not known yet"
+        needed = [] if self._selection is None else [*self._selection.reflectors]
+        errors = (each.error for each in (self._pools, *needed) if each is not None)
+        return next(filter(None, errors), "") or self._absence() or "the pods are not known yet"
 
     @property
     def reflectors(self) -> list[Reflector[Any]]:
@@ -175,13 +176,13 @@ class KubernetesPool:
             if why_empty != NO_ENDPOINT:
                 log.warning("The pool is empty: %s", why_empty)
             self._pool.why_empty = why_empty
-        before = {each.name: each for each in self._pool.endpoints.values()}
+        before = set(self._pool.endpoints.values())
         revision = self._pool.revision
         self._pool.update(specs)
         if self._pool.revision != revision:
-            after = {each.name: each for each in self._pool.endpoints.values()}
-            came = [each for name, each in after.items() if before.get(name) is not each]
-            left = [each for name, each in before.items() if after.get(name) is not each]
+            after = self._pool.endpoints.values()
+            came = [each for each in after if each not in before]
+            left = before.difference(after)
             if came or left:
                 log.info(
                     "The pool has %d endpoints%s%s",

@@ -13,6 +13,7 @@ import msgspec
 POOL_GROUP = "inference.networking.k8s.io"
 X_GROUP = "inference.networking.x-k8s.io"
 LLM_D_GROUP = "llm-d.ai"
+MAX_PORTS = 8  # of a pool
 ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
 
 
@@ -24,14 +25,23 @@ class Annotations(Part, frozen=True):
     active_ports: str | None = msgspec.field(name=ACTIVE_PORTS, default=None)
 
 
-class Meta(Part, frozen=True):
+class Identity(Part, frozen=True):
+    """What is needed of any object, and of one that is not understood."""
+
     name: str
     resource_version: str
+
+
+class Meta(Identity, frozen=True):
     uid: str = ""
     labels: dict[str, str] | None = None
     annotations: Annotations | None = None
     creation_timestamp: str | None = None  # RFC 3339 in UTC: the older, the smaller
     deletion_timestamp: str | None = None
+
+
+class Bare(Part, frozen=True):
+    metadata: Identity
 
 
 class Thing(Part, frozen=True):

@@ -18,7 +18,7 @@ class Pace:
     absent_pause: float = 60.0  # before a kind that the cluster does not know is looked for again
     # That a kind that was there has to be away: an API server that starts may not know it yet.
     absent_after: float = 15.0
-    gather: float = 0.02  # between two changes of the pool: what comes in between is one change
+    gather: float = 0.05  # between two changes of the pool: what comes in between is one change
 
 
 class Backoff:

@@ -23,6 +23,7 @@ from picker.kubernetes.objects import (
 from picker.kubernetes.pace import Pace
 from picker.kubernetes.reflector import Phase, Reflector
 from picker.kubernetes.resource import Resource
+from picker.request import MAX_MODEL
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class Policies:
         self._on_rules = on_rules
         self._objectives: list[Reflector[InferenceObjective]] = []
         self._rewrites: list[Reflector[InferenceModelRewrite]] = []
+        self._seen: list[int] = []  # revisions of what was handed on
+        self._problems: list[str] = []  # that were logged
         self._priorities: dict[str, int] = {}
         self._rules: list[Rewrite] = []
         for group in (X_GROUP, LLM_D_GROUP):  # of two objectives of one name the latter counts
@@ -94,19 +97,28 @@ class Policies:
 
     def apply(self) -> None:
         """Hand on what has changed."""
+        revisions = [each.revision for each in self.reflectors]
+        if revisions == self._seen:
+            return
+        self._seen = revisions
         group, pool = self._settings.group, self._settings.pool
+        problems: list[str] = []
         if self._on_priorities is not None:
-            now = priorities(_all(self._objectives), group, pool)
+            now = priorities(_all(self._objectives), group, pool, problems)
             if now != self._priorities:
                 log.info("InferenceObjectives of the pool: %d", len(now))
                 self._priorities = now
                 self._on_priorities(now)
         if self._on_rules is not None:
-            ordered = rules(_all(self._rewrites), group, pool)
+            ordered = rules(_all(self._rewrites), group, pool, problems)
             if ordered != self._rules:
                 log.info("Rules of InferenceModelRewrites of the pool: %d", len(ordered))
                 self._rules = ordered
                 self._on_rules(ordered)
+        for problem in problems:
+            if problem not in self._problems:
+                log.warning("%s", problem)
+        self._problems = problems
 
 
 def _all(reflectors: Iterable[Reflector[T]]) -> Iterable[T]:
@@ -119,25 +131,34 @@ def is_of(ref: PoolRef, group: str, pool: str) -> bool:
     return (ref.group, ref.kind, ref.name) == (group, "InferencePool", pool)
 
 
-def priorities(objectives: Iterable[InferenceObjective], group: str, pool: str) -> dict[str, int]:
-    """Priority by objective, of those for this pool; of two of one name the latter's."""
+def priorities(
+    objectives: Iterable[InferenceObjective], group: str, pool: str, problems: list[str]
+) -> dict[str, int]:
+    """Priority by objective, of those for this pool; of two of one name the latter's.
+
+    What is left out is put into `problems`, for people.
+    """
     found: dict[str, int] = {}
     for objective in objectives:
         name = objective.metadata.name
-        is_new = name not in found
         if not _counts(objective) or not is_of(objective.spec.pool_ref, group, pool):
             continue
-        if is_new and len(found) >= MAX_OBJECTIVES:
-            log.error("Of this pool's InferenceObjectives only %d are followed", MAX_OBJECTIVES)
+        if name not in found and len(found) >= MAX_OBJECTIVES:
+            problems.append(f"InferenceObjectives: only {MAX_OBJECTIVES} are followed")
             break
         priority = objective.spec.priority or 0
         found[name] = max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
     return found
 
 
-def rules(rewrites: Iterable[InferenceModelRewrite], group: str, pool: str) -> list[Rewrite]:
+def rules(
+    rewrites: Iterable[InferenceModelRewrite], group: str, pool: str, problems: list[str]
+) -> list[Rewrite]:
     """The rules for this pool in the order of their precedence: those that name a model before
-    those for any, then of the oldest resource, then as they stand there."""
+    those for any, then of the oldest resource, then as they stand there.
+
+    What is left out is put into `problems`, for people.
+    """
     own = [
         rewrite
         for rewrite in rewrites
@@ -148,36 +169,44 @@ def rules(rewrites: Iterable[InferenceModelRewrite], group: str, pool: str) -> l
     for rewrite in own:
         for number, rule in enumerate(rewrite.spec.rules):
             if len(exact) + len(generic) >= MAX_RULES:
-                log.error("Of this pool's rules of rewrites only %d are followed", MAX_RULES)
+                problems.append(f"InferenceModelRewrites: only {MAX_RULES} rules are followed")
                 return exact + generic
             read = _rule(rule)
             if read is None:
                 name = rewrite.metadata.name
-                log.warning("InferenceModelRewrite %s: rule %d makes no sense", name, number)
+                problems.append(
+                    f"InferenceModelRewrite {name}: spec.rules[{number}] is left out: a target is "
+                    "no model's name, or a match is of a type that is not known"
+                )
             else:
                 (exact if read.models else generic).append(read)
     return exact + generic
 
 
 def _rule(rule: RewriteRule) -> Rewrite | None:
-    """None where the rule has no target, or matches that we do not know: it must not match all."""
+    """None where a target is no model, or a match is none that we know: it must not match all."""
     matches = rule.matches or []
     models = [match.model.value for match in matches if match.model.type == "Exact"]
-    targets = [target for target in rule.targets if target.model_rewrite]
-    if len(models) < len(matches) or not all(models) or not targets:
+    if len(models) < len(matches) or not all(models) or len(models) > MAX_MODELS:
         return None
-    if len(models) > MAX_MODELS or len(targets) > MAX_MODELS:
+    targets = rule.targets
+    if not 0 < len(targets) <= MAX_MODELS or not all(_fit(each.model_rewrite) for each in targets):
         return None
     return Rewrite(
         models=models,
         targets=[
             RewriteTarget(
                 model=target.model_rewrite,
-                weight=max(1, min(MAX_WEIGHT, 1 if target.weight is None else target.weight)),
+                weight=max(0, min(MAX_WEIGHT, 1 if target.weight is None else target.weight)),
             )
             for target in targets
         ],
     )
+
+
+def _fit(name: str) -> bool:
+    """Whether a model can be called so."""
+    return 0 < len(name) <= MAX_MODEL and name.isprintable() and name == name.strip()
 
 
 def _counts(thing: Thing) -> bool:

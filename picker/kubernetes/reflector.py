@@ -19,7 +19,7 @@ import msgspec
 
 from picker.kubernetes.client import Api
 from picker.kubernetes.errors import ApiError, KindAbsent, NoAnswer, Status
-from picker.kubernetes.objects import Thing
+from picker.kubernetes.objects import Bare, Identity, Thing
 from picker.kubernetes.pace import Backoff, Pace
 from picker.kubernetes.resource import Resource
 
@@ -66,7 +66,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 _page = msgspec.json.Decoder(_Page).decode
 _event = msgspec.json.Decoder(_Event).decode
-_thing = msgspec.json.Decoder(Thing).decode
+_bare = msgspec.json.Decoder(Bare).decode
 _status = msgspec.json.Decoder(Status).decode
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -104,17 +104,18 @@ class Reflector(Generic[T]):
         self.heard: float | None = None  # when, by time.monotonic; None: never
         self.watches = 0  # that were begun
         self.lists = 0  # that were complete
+        self.revision = 0  # grows whenever `objects` may have changed
         self._api = api
         self._decode = msgspec.json.Decoder(kind).decode
         self._on_change = on_change
         self._pace = pace
         self._backoff = Backoff(pace)
-        self._selection: dict[str, str | int] = {}
+        self.selection: dict[str, str | int] = {}  # as a query: labelSelector, fieldSelector
         if labels:
             terms = (f"{key}={value}" for key, value in sorted(labels.items()))
-            self._selection["labelSelector"] = ",".join(terms)
+            self.selection["labelSelector"] = ",".join(terms)
         if name:
-            self._selection["fieldSelector"] = f"metadata.name={name}"
+            self.selection["fieldSelector"] = f"metadata.name={name}"
         self._absent_since: float | None = None
         self._warned: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -157,6 +158,7 @@ class Reflector(Generic[T]):
         if self.phase is Phase.SYNCED and now < self._absent_since + self._pace.absent_after:
             self._fail(absent, Phase.FAILING)
             return False
+        self.revision += 1
         self.objects, self.version = {}, ""  # a CRD takes its objects with it
         self.phase = Phase.ABSENT
         self._fail(absent, Phase.ABSENT)
@@ -182,7 +184,7 @@ class Reflector(Generic[T]):
 
     async def _list(self) -> None:
         found: dict[str, T] = {}
-        query: dict[str, str | int] = {**self._selection, "limit": PAGE}
+        query: dict[str, str | int] = {**self.selection, "limit": PAGE}
         while True:
             try:
                 answer = await self._api.call("list", self.resource, query=query)
@@ -205,6 +207,7 @@ class Reflector(Generic[T]):
         self.objects, self.version = found, page.metadata.resource_version
         self.phase = Phase.SYNCED
         self.lists += 1
+        self.revision += 1
         self._well()
         self._on_change()
 
@@ -217,7 +220,7 @@ class Reflector(Generic[T]):
         try:
             thing = self._decode(raw)
         except _MALFORMED as problem:
-            about = self._thing(raw).metadata
+            about = self._identity(raw)
             objects.pop(about.name, None)
             if about.name not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(about.name)
@@ -228,9 +231,9 @@ class Reflector(Generic[T]):
         objects[thing.metadata.name] = thing
         return thing.metadata.resource_version
 
-    def _thing(self, raw: msgspec.Raw) -> Thing:
+    def _identity(self, raw: msgspec.Raw) -> Identity:
         try:
-            return _thing(raw)
+            return _bare(raw).metadata
         except _MALFORMED as problem:
             raise ApiError(f"{self.resource}: no object came: {problem}") from None
 
@@ -242,7 +245,7 @@ class Reflector(Generic[T]):
 
     async def _watch(self) -> None:
         query = {
-            **self._selection,
+            **self.selection,
             "watch": "true",
             "resourceVersion": self.version,
             "allowWatchBookmarks": "true",
@@ -256,10 +259,10 @@ class Reflector(Generic[T]):
                 self._well()
                 self._on_change()
                 await self._follow(stream)
-        except NoAnswer:
+        except NoAnswer as end:
             if opened is None:
                 raise
-            log.info("%s: nothing was heard for %g s", self.resource, self._pace.silence)
+            log.info("%s: a watch broke off, another begins: %s", self.resource, end)
         except ApiError as problem:
             if problem.status == GONE:
                 raise _OutOfDate("what is known is too old to be watched") from None
@@ -296,12 +299,13 @@ class Reflector(Generic[T]):
             raise ApiError(f"{self.resource}: no event came: {problem}") from None
         if event.type == "ERROR":
             raise self._told(event.object)
+        self.revision += event.type != "BOOKMARK"
         version, self.version = self.version, ""  # whatever goes wrong now needs a list
         if event.type in ("ADDED", "MODIFIED"):
             version = self._put(self.objects, event.object)
             self._check_number(self.objects)
         elif event.type == "DELETED":
-            about = self._thing(event.object).metadata
+            about = self._identity(event.object)
             self.objects.pop(about.name, None)
             version = about.resource_version
         elif event.type == "BOOKMARK":
@@ -319,15 +323,13 @@ class Reflector(Generic[T]):
         except _MALFORMED as problem:
             raise ApiError(f"{self.resource}: no bookmark came: {problem}") from None
 
-    def _told(self, raw: msgspec.Raw) -> Exception:
+    def _told(self, raw: msgspec.Raw) -> ApiError:
         """The error that a watch tells by an event."""
         self.version = ""
         try:
             status = _status(raw)
         except _MALFORMED:
             status = Status()
-        if status.code == GONE:
-            return _OutOfDate("what is known is too old to be watched")
         return ApiError(
             f"cannot watch {self.resource}: {status.message[:200]}", status.code, status.reason
         )

@@ -394,11 +394,11 @@ def test_made_up_pages_are_read_as_prometheus_client_reads_them(
     ],
 )
 def test_a_pods_label_says_its_engine(labels: dict[str, str], name: str) -> None:
-    assert engine_of(labels, "vllm") is ENGINES[name]
+    assert engine_of(labels, "vllm", set()) is ENGINES[name]
 
 
 def test_an_unknown_engine_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm")
+    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm", set())
     assert "'abacus'" in caplog.text
 
 
@@ -426,7 +426,7 @@ class TestSetEngines:
 
     def engine(self, **told: str) -> Engine:
         settings = config.Metrics(engines={"mine": config.EngineMetrics(**told)})
-        return engine_of({"kind": "mine"}, "vllm", engines_of(settings), ("kind",))
+        return engine_of({"kind": "mine"}, "vllm", set(), engines_of(settings), ("kind",))
 
     def test_metrics_are_found_by_name_and_labels_with_quotes_or_without(self):
         engine = self.engine(
@@ -445,7 +445,7 @@ class TestSetEngines:
 
     def test_ours_can_be_replaced(self):
         settings = config.Metrics(engines={"vllm": config.EngineMetrics(waiting="mine_kv")})
-        assert parse(self.PAGE, engine_of({}, "vllm", engines_of(settings))).waiting == 0.25
+        assert parse(self.PAGE, engine_of({}, "vllm", set(), engines_of(settings))).waiting == 0.25
 
     @pytest.mark.parametrize("told", ["a b", "a{", "a{b}", "{a=b}", "1a", "a{b='c'}x", "a" * 500])
     def test_what_is_no_metric_is_refused(self, told):
