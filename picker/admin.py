@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import REGISTRY, generate_latest
 
+from picker.admin_access import guard
 from picker.config import Config, as_data
 from picker.document import plain
 from picker.exposition import CONTENT_TYPE
@@ -39,6 +40,7 @@ from picker.request import parse
 from picker.tls import ServerTls
 
 if TYPE_CHECKING:
+    from picker.kubernetes.cluster import Cluster
     from picker.kubernetes.follow import KubernetesPool
     from picker.kubernetes.view import KubernetesView
     from picker.prefix.precise import EventsPrefix
@@ -66,6 +68,7 @@ class Views:
     gate: Gate | None = None  # where there are quotas or flow control
     reloads: Reloads = field(default_factory=Reloads)
     tls: ServerTls | None = None  # of the gRPC port, where it has it
+    cluster: Cluster | None = None  # where Kubernetes is asked who leads, or who reads
     kubernetes: KubernetesPool | None = None  # where the pods are found there
     started: float = field(default_factory=time.time)  # Unix seconds
 
@@ -73,7 +76,10 @@ class Views:
 def make_app(views: Views) -> web.Application:
     """The application of the admin port."""
     pages = Pages(views)
-    app = web.Application(middlewares=[answer_refusals], client_max_size=MAX_LOOKUP)
+    middlewares = [answer_refusals]
+    if views.cluster is not None and views.cluster.reviews is not None:
+        middlewares.append(guard(views.cluster.reviews))
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_LOOKUP)
     app.add_routes(
         [
             web.get("/", pages.index),
@@ -137,6 +143,8 @@ class Pages:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
         if self._views.tls is not None:
             all_pages.append(self._views.tls.page())
+        if self._views.cluster is not None and self._views.cluster.leader is not None:
+            all_pages.append(self._views.cluster.leader.page())
         if self._kubernetes is not None:
             all_pages.append(self._kubernetes.page())
         for pages in all_pages:
@@ -286,7 +294,7 @@ async def answer_refusals(
     try:
         response: web.StreamResponse = await handler(request)
     except Refusal as refusal:
-        return web.Response(body=refusal.body, status=refusal.status, content_type=JSON)
+        return web.Response(body=refusal.body, status=refusal.status, headers=refusal.headers)
     return response
 
 

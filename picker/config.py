@@ -359,7 +359,7 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it
     "leaderElection.duration": ("1s", "1h"),
-    "leaderElection.renewDeadline": ("1s", "1h"),
+    "leaderElection.renewDeadline": ("200ms", "1h"),
     "leaderElection.retry": ("100ms", "1m"),
     "drainDelay": ("0s", "10m"),
     "drain": ("0s", "1h"),

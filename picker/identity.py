@@ -17,6 +17,9 @@ from picker.refusal import Refusal
 MAX_TENANT = 200  # characters, as of all subjects of quotas
 MAX_KEY = 512  # characters of an API key
 
+CHALLENGE = ("www-authenticate", "Bearer")  # RFC 6750, to whom a key or a token is missing
+WRONG_KEY = ("www-authenticate", 'Bearer error="invalid_token"')
+
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")  # OpenAI's, Anthropic's, Azure's
 
 
@@ -76,7 +79,8 @@ class Identities:
         if self._keys is not None and (digest := self.key_digest(headers)) is not None:
             owner = self._keys(digest)
             if owner is None:
-                raise Refusal(401, "invalid_api_key", "the API key is not known here")
+                why = "the API key is not known here"
+                raise Refusal(401, "invalid_api_key", why, headers=[WRONG_KEY])
             return Caller(owner.tenant, owner.subject, digest)
         for header in self._headers:
             if name := headers.get(header):
@@ -85,7 +89,13 @@ class Identities:
             ways = [f"the header {name}" for name in self._headers]
             ways += ["an API key"] if self._settings.keys else []
             ways += ["a token"] if self._settings.claim else []
-            raise Refusal(401, "no_identity", f"send {' or '.join(ways) or 'who you are'}")
+            bearer = self._settings.keys or self._settings.claim
+            raise Refusal(
+                401,
+                "no_identity",
+                f"send {' or '.join(ways) or 'who you are'}",
+                headers=[CHALLENGE] if bearer else [],
+            )
         return self._default
 
     def key_digest(self, headers: Mapping[str, str]) -> str | None:

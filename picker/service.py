@@ -37,6 +37,7 @@ from picker.sessions import Sessions
 from picker.tls import ServerTls, check_settings
 
 if TYPE_CHECKING:
+    from picker.kubernetes.cluster import Cluster
     from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
@@ -100,8 +101,9 @@ class Service:
         self._pool.update(config.pool.endpoints)
         self.reloads = Reloads()
         self._rules: Sequence[Rewrite] = ()  # of the cluster
+        self._cluster = _cluster(config, self._tell)
         self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
-        self._not_ready: str | None = STARTING
+        self._not_ready: str | None = STARTING  # for a reason of our own
         self._servers: _Servers | None = None
         self._tls: ServerTls | None = None  # of the gRPC port, where it has it
         self._watching: asyncio.Task[None] | None = None  # its files
@@ -110,9 +112,16 @@ class Service:
     @property
     def not_ready(self) -> str | None:
         """Why requests are not welcome; None when they are."""
+        if self._not_ready is None and self._cluster is not None:
+            return self._cluster.why_not_leading
         if self._not_ready == STARTING and self._kubernetes is not None:
             return self._kubernetes.waiting_for or STARTING
         return self._not_ready
+
+    def _tell(self) -> None:
+        """Probes and watchers, whether we are ready."""
+        if self._servers is not None:
+            self._servers.health.set_ready(self.not_ready is None)
 
     @property
     def num_endpoints(self) -> int:
@@ -136,11 +145,18 @@ class Service:
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
         listen = self.config.listen
+        if self._cluster is not None:
+            await self._cluster.connect()
         if listen.tls.mode != "off":
             self._tls = ServerTls(listen)
             self._watching = asyncio.create_task(self._tls.watch())
         self._servers = servers = _Servers(
-            self.director, self.config, self._pool, self._views(), self._tls
+            self.director,
+            self.config,
+            self._pool,
+            self._views(),
+            self._tls,
+            still=lambda: self.not_ready is None,
         )
         ports = Ports(
             grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
@@ -168,7 +184,9 @@ class Service:
         assert self._servers is not None, "started"
         await self._servers.lean.serve()
         self._not_ready = None
-        self._servers.health.set_ready(True)
+        if self._cluster is not None:
+            self._cluster.stand()
+        self._tell()
 
     async def drain(self) -> None:
         """No longer ready, and `config.drain_delay` later nothing new is taken; what runs has
@@ -176,9 +194,12 @@ class Service:
         assert self._servers is not None, "started"
         delay, seconds = self.config.drain_delay, self.config.drain
         self._not_ready = "draining"
-        self._servers.health.set_ready(False)
+        self._tell()
         log.info("No longer ready; requests are taken for another %g s", delay)
-        await asyncio.sleep(delay)
+        if self._cluster is not None:  # so that another leads while we drain
+            await asyncio.gather(self._cluster.resign(), asyncio.sleep(delay))
+        else:
+            await asyncio.sleep(delay)
         log.info("Draining: nothing new is taken, and what runs has %g s to end", seconds)
         refusing = None
         if self._gate is not None:  # early enough for the answers to be read
@@ -197,6 +218,8 @@ class Service:
         self._not_ready = "stopped"
         if self._watching is not None:
             self._watching.cancel()
+        if self._cluster is not None:
+            await self._cluster.close()
         if self._kubernetes is not None:
             await self._kubernetes.stop()
         await self._scraper.stop()
@@ -294,10 +317,29 @@ class Service:
             config=lambda: self.config,
             not_ready=lambda: self.not_ready,
             gate=self._gate,
+            kubernetes=self._kubernetes,
             tls=self._tls,
             reloads=self.reloads,
-            kubernetes=self._kubernetes,
+            cluster=self._cluster,
         )
+
+
+def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
+    """Whom to ask in Kubernetes besides the pool; None: nobody."""
+    wanted = {
+        "leaderElection": config.leader_election.enabled,
+        "listen.metricsAuth": config.listen.metrics_auth == "tokenReview",
+    }
+    if not any(wanted.values()):
+        return None
+    try:
+        from picker.kubernetes.cluster import Cluster  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        key = next(key for key, is_wanted in wanted.items() if is_wanted)
+        raise ValueError(
+            f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
+        ) from missing
+    return Cluster(config, on_change)
 
 
 def _pool_name(config: Config) -> str:
@@ -351,13 +393,15 @@ class _Servers:
         pool: Pool,
         views: Views,
         tls: ServerTls | None,
+        still: Callable[[], bool],
     ) -> None:
+        """`still`: whether the service is ready, now."""
         credentials = None if tls is None else tls.credentials
         self.ext_proc = ExtProcServer(director, config, credentials)
         self.lean = LeanServer(director, config)
         AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
-        self.health = Health()
+        self.health = Health(still)
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
         self.admin = AdminServer(views, config.listen.host, config.listen.admin)

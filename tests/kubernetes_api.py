@@ -182,6 +182,10 @@ class KubernetesApi:
         """Answer the next requests for a kind by these codes of HTTP."""
         self._failures.setdefault(name, []).extend(codes)
 
+    def recover(self, name: str) -> None:
+        """Answer requests for a kind again."""
+        self._failures.pop(name, None)
+
     def bookmark(self) -> None:
         """Tell all watches the newest resourceVersion, without an object."""
         for watcher in self._watchers:

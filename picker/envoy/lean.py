@@ -92,7 +92,7 @@ def ext_authz(config: Config) -> HttpFilter:
                         DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE
                     ),
                     allowed_client_headers=names(
-                        "content-type", REFUSED, "retry-after", prefixes=LIMITS
+                        "content-type", REFUSED, "retry-after", "www-authenticate", prefixes=LIMITS
                     ),
                     allowed_client_headers_on_success=names(prefixes=LIMITS),
                 ),

@@ -64,6 +64,11 @@ class PickerProcess:
         """Ask it to drain and end."""
         self._signal(signal.SIGTERM)
 
+    async def ended(self) -> int:
+        """Wait for its end: its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
     async def kill(self) -> None:
         """End it as a crash does."""
         if self._process is not None and self._process.returncode is None:
