@@ -36,7 +36,7 @@ class Objectives:
     def update(self, priorities: Mapping[str, int]) -> None:
         """Make these the objectives, by name, beside those set, which win."""
         self._told = priorities
-        self._priorities = {**priorities, **self._settings.objectives}
+        self._priorities: Mapping[str, int] = {**priorities, **self._settings.objectives}
 
     @property
     def headers(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from picker import config, flow_gauges, gauges, metrics
+from picker import config, flow_gauges, gauges, metrics, reload
 from picker.admin import Pages
 from picker.admin import make_app as make_admin_app
 from picker.cli import main
@@ -242,20 +242,20 @@ def command_called(name: str) -> click.Command:
 
 
 @pytest.mark.parametrize(
-    ("name", "page"),
+    ("name", "pages"),
     [
         ("up", "docs/quick-start.md"),
-        ("pick", "docs/operate.md"),
+        ("pick", "docs/operate.md docs/reference-picker.md"),
         ("explain", "docs/operate.md"),
         ("index", "docs/prefix.md"),
         ("envoy", "docs/envoy.md"),
     ],
 )
-def test_every_flag_of_the_picker_is_documented(name: str, page: str) -> None:
-    text = (ROOT / page).read_text()
+def test_every_flag_of_the_picker_is_documented(name: str, pages: str) -> None:
+    text = "".join((ROOT / page).read_text() for page in pages.split())
     for flag in flags_of(command_called(name)) - {"--config", "--help"}:  # -c, as everybody writes
         if flag.startswith("--"):
-            assert re.search(rf"{flag}\b(?!-)", text), f"{page} does not tell of {flag}"
+            assert re.search(rf"{flag}\b(?!-)", text), f"{pages} do not tell of {flag}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -306,7 +306,9 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 
 def test_every_metric_of_the_picker_is_documented() -> None:
-    specs = specs_of(metrics, gauges, flow_gauges, prefix_gauges, quota_gauges, kubernetes_gauges)
+    specs = specs_of(
+        metrics, gauges, reload, flow_gauges, prefix_gauges, quota_gauges, kubernetes_gauges
+    )
     assert len(specs) > 60
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
@@ -427,6 +429,8 @@ def camel(name: str) -> str:
 def shown_default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return ""
+    if isinstance(value, str | bool):
+        return str(value).lower()
     return "none" if value == inf else f"{value:.10g}"
 
 

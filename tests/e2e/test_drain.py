@@ -30,7 +30,7 @@ from tests.e2e.pods import ACT, Pod, running_pods
 from tests.e2e.test_outages import loaded_client
 from tests.envoy_process import Envoy, running_envoy
 
-DRAIN = "drainDelay: 4s\ndrain: 30s\n"
+DRAIN = "drainDelay: 1s\ndrain: 30s\n"
 
 
 @asynccontextmanager
