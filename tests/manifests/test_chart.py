@@ -104,6 +104,12 @@ def test_config_goes_over_what_the_chart_sets_and_keeps_the_rest() -> None:
     assert config.listen.tls.mode == "selfSigned"
 
 
+def test_objectives_of_a_standalone_picker_are_settings() -> None:
+    objects = charted(mode="standalone", objectives={"batch": -10})
+    assert not list(each(objects, "InferenceObjective"))
+    assert config_of(objects).flow.objectives == {"batch": -10}
+
+
 def test_a_certificate_replaces_the_self_signed_one() -> None:
     objects = charted(certificateSecret="mine")
     tls = config_of(objects).listen.tls

@@ -32,6 +32,7 @@ from tests.manifests.rendered import (
     kustomized,
     only,
 )
+from tests.picker.authority import Authority
 
 CONFIGURED = {
     **{folder: lambda folder=folder: kustomized(folder) for folder in BUILDS},
@@ -76,6 +77,14 @@ def test_the_picker_takes_its_arguments_and_its_file(objects: list[Object], moun
         mount["mountPath"] for mount in picker["volumeMounts"] if mount["name"] == "config"
     )
     arguments = [argument.replace(folder + "/", f"{mounted}/") for argument in picker["args"]]
+    for mount in picker["volumeMounts"]:
+        if mount["name"] == "tls":
+            certificate, key = Authority(mounted).issue()
+            arguments = [
+                argument.replace(mount["mountPath"], str(mounted)) for argument in arguments
+            ]
+            certificate.rename(mounted / "tls.crt")  # as a Secret of Kubernetes names them
+            key.rename(mounted / "tls.key")
     done = CliRunner().invoke(main, [*arguments, "--check"])
     assert done.exit_code == 0, done.output
     assert "can be used" in done.output

@@ -35,6 +35,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $listen = dict "host" "0.0.0.0" }}
 {{- $drainDelay = "1s" }}
 {{- $_ := set $config "envoy" (dict "host" "0.0.0.0" "listen" 8080 "profile" .Values.envoy.profile) }}
+{{- with .Values.objectives }}
+{{- $_ := set $config "flow" (dict "objectives" .) }}
+{{- end }}
 {{- end }}
 {{- $_ := set $config "listen" $listen }}
 {{- $_ := set $config "pool" (dict "name" .Release.Name "kubernetes" $kubernetes) }}
