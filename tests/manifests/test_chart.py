@@ -27,15 +27,19 @@ from tests.manifests.rendered import (
 )
 
 OF_HELM = {"helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.io/version"}
-SAME = {
-    "gateways/base": {},
-    "gateways/envoy-gateway": {"gateway": {"className": "eg"}},
-    "gateways/istio": {"gateway": {"className": "istio", "provider": "istio"}},
-    "gateways/kgateway": {"gateway": {"className": "agentgateway"}},
-    "gateways/gke": {
+SAME: dict[tuple[str, ...], dict[str, Any]] = {
+    ("gateways/base",): {},
+    ("gateways/envoy-gateway",): {"gateway": {"className": "eg"}},
+    ("gateways/istio",): {"gateway": {"className": "istio", "provider": "istio"}},
+    ("gateways/kgateway",): {"gateway": {"className": "agentgateway"}},
+    ("gateways/gke",): {
         "gateway": {"className": "gke-l7-regional-external-managed", "provider": "gke"}
     },
-    "standalone": {"mode": "standalone"},
+    ("gateways/base", "objectives"): {"objectives": {"interactive": 10, "batch": -10}},
+    ("gateways/base", "pod-monitor"): {"podMonitor": {"create": True}},
+    ("gateways/base", "hpa"): {"autoscaling": {"type": "hpa"}},
+    ("gateways/base", "keda"): {"autoscaling": {"type": "keda", "minReplicas": 0}},
+    ("standalone",): {"mode": "standalone"},
 }
 NOT_OF_A_RELEASE = {"GatewayClass"}  # of the whole cluster, and of nobody
 
@@ -60,14 +64,14 @@ def bare(thing: Object) -> Object:
     return thing
 
 
-@pytest.mark.parametrize(("folder", "values"), SAME.items(), ids=SAME)
-def test_the_chart_makes_what_the_folder_has(folder: str, values: dict[str, Any]) -> None:
-    if values.get("mode") != "standalone":
-        values = {**values, "objectives": {"interactive": 10, "batch": -10}}
+@pytest.mark.parametrize(("folders", "values"), SAME.items(), ids=", ".join)
+def test_the_chart_makes_what_the_folders_have(
+    folders: tuple[str, ...], values: dict[str, Any]
+) -> None:
     made = {key(thing): bare(thing) for thing in charted(**values)}
     there = {
         key(thing): bare(thing)
-        for thing in kustomized(folder)
+        for thing in kustomized(*folders)
         if thing["kind"] not in NOT_OF_A_RELEASE
     }
     assert made.keys() == there.keys()
