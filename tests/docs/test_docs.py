@@ -142,6 +142,7 @@ def test_every_block_runs_and_prints_what_the_page_says(
     page: Path, runner: Runner, tmp_path: Path
 ) -> None:
     blocks = [block for block in blocks_of(page) if block.is_run]
+    (tmp_path / "envoy").symlink_to(ROOT / "envoy")
     runner.keep(command for block in blocks if (command := server_command(block)))
     for block in blocks:
         command = server_command(block)
