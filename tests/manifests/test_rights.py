@@ -55,6 +55,8 @@ async def asked(objects: list[Object], folder: Path, pool: dict[str, Any]) -> se
                 if "group" not in pool:  # whose pool is not there
                     await service.until_ready()
                 await watched(api, data["pool"]["kubernetes"])
+                if data.get("leaderElection"):
+                    await api.asked("create", "leases.coordination.k8s.io")
         finally:
             await service.stop()
         return {(verb, name) for verb, name, _ in api.requests}
@@ -91,6 +93,15 @@ async def test_standalone(made: Any, tmp_path: Path) -> None:
 
 
 LEASES = {(verb, "leases.coordination.k8s.io") for verb in ("get", "create", "update")}
+
+
+async def test_with_a_leader(tmp_path: Path) -> None:
+    objects = charted(config={"leaderElection": {"enabled": True}})
+    found = await asked(objects, tmp_path, {})
+    assert found <= granted(objects)
+    assert found & LEASES >= {(verb, "leases.coordination.k8s.io") for verb in ("get", "create")}
+
+
 REVIEWS = {
     ("create", "tokenreviews.authentication.k8s.io"),
     ("create", "subjectaccessreviews.authorization.k8s.io"),
