@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -355,16 +356,22 @@ def _rewrite(request: LLMRequest) -> ModelRewrite:
     return ModelRewrite(asked, name_model(request.body, value, model))
 
 
+_TOO_BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # as pods say it
+
+
 def _used(pick: Pick, passage: Passage) -> Usage | None:
     """What a request used, for its quotas; None: nothing that it has to pay for.
 
     A client that leaves pays for its prompt and for what was made for it until then. Whom we or the
-    pods failed pays nothing.
+    pods failed pays nothing, and one whose request was wrong no tokens: it is a request all the
+    same.
     """
     if pick.usage is not None:
         return pick.usage
-    if pick.outcome is Outcome.FAILED or (pick.status is not None and pick.status >= 300):
+    if pick.outcome is Outcome.FAILED or pick.status in _TOO_BUSY:
         return None
+    if pick.status is not None and pick.status >= 300:
+        return Usage(0, None, 0)
     if pick.outcome is Outcome.ABORTED:
         return Usage(passage.prompt_tokens, None, passage.tokens_seen)
     return passage.spent()

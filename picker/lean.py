@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
             key = name.decode("latin-1").lower()
         elif not key:
             return
-        text = value.decode("latin-1")
+        text = value.decode("utf-8", "replace")  # a tenant's name may be any
         headers = self._headers
         headers[key] = f"{headers[key]},{text}" if key in headers else text
 

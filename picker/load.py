@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,16 @@ class PodLoad:
     inflight_tokens: int
     kv_tokens: int | None  # size of its KV cache
     adapters: Adapters
+
+
+class SlotLoad(NamedTuple):
+    """The load of one slot, for who asks before each pick. NaN where its pod does not tell."""
+
+    fresh: bool
+    waiting: float  # as told, with our picks since that were not answered
+    running: float
+    kv_usage: float
+    inflight: float
 
 
 @dataclass(slots=True)
@@ -89,6 +99,8 @@ class Load:
         # Told of each page, once the columns are from it.
         self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
         self.clock = clock
+        # Slots whose load is another than when their only reader last cleared this.
+        self.changed: set[int] = set()
         self._pool = pool
         self._stale_after = stale_after
         self._table = np.zeros((5, 0), np.float32)
@@ -131,6 +143,22 @@ class Load:
             rows.slots == session.slot if home and session is not None else rows.nowhere,
         )
 
+    def at(self, slot: int) -> SlotLoad:
+        """The load of one slot now."""
+        waiting, running, kv_usage, inflight, _ = self._table[:, slot].tolist()
+        fresh = bool(self._trusted_until[slot] >= self.clock())
+        return SlotLoad(fresh, waiting, running, kv_usage, inflight)
+
+    def fresh_until(self) -> float:
+        """When one that is fresh now is the first not to be, unless it answers until then.
+
+        By `clock`. Those that are asked later are trusted for `stale_after` from then on, so that
+        nothing new is missed by whoever looks again that often.
+        """
+        now = self.clock()
+        ends = self._trusted_until[self._trusted_until >= now]
+        return min(float(ends.min(initial=inf)), now + self._stale_after)
+
     def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
         """Until when pods are trusted, their last cold picks, and the table's rows."""
         return (self._trusted_until[chosen], self._cold_at[chosen], *self._table[:, chosen])
@@ -156,6 +184,7 @@ class Load:
         pod = self._pods[slot]
         pod.inflight = max(0, pod.inflight + requests)
         pod.tokens = max(0, pod.tokens + tokens)
+        self.changed.add(slot)
         self._table[_INFLIGHT, slot] = pod.inflight
         self._table[_TOKENS, slot] = pod.tokens
 
@@ -172,6 +201,7 @@ class Load:
         picks.append(now)
         if len(picks) > MAX_PICKS:
             picks.popleft()
+        self.changed.add(slot)
         self._table[_WAITING, slot] += 1.0
         if cold:
             self._cold_at[slot] = now
@@ -189,6 +219,7 @@ class Load:
         picks = self._pods[endpoint.slot].picks
         if picks and picked_at >= picks[0] and picked_at in picks:
             picks.remove(picked_at)
+            self.changed.add(endpoint.slot)
             self._table[_WAITING, endpoint.slot] -= 1.0
 
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
@@ -217,6 +248,7 @@ class Load:
         pod = self._pods[slot]
         while pod.picks and pod.picks[0] <= began:
             pod.picks.popleft()
+        self.changed.add(slot)
         self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
         self._table[_RUNNING, slot] = _told(report.running)
         self._table[_KV_USAGE, slot] = _told(report.kv_usage)
@@ -251,6 +283,7 @@ class Load:
             log.warning("pod %s does not tell its load: %s", endpoint.address, why)
         pod.error = why
         if unreachable:
+            self.changed.add(endpoint.slot)
             self._trusted_until[endpoint.slot] = -inf
 
     def busy(self, endpoint: Endpoint) -> bool:

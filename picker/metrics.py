@@ -20,7 +20,7 @@ from picker.refusal import Refusal
 if TYPE_CHECKING:
     from picker.director import Outcome, Pick
 
-MAX_MODELS = 1000  # distinct names; the others count as "other"
+MAX_MODELS = 100  # distinct names, each with about 190 series; the others count as "other"
 MAX_NAME = 256  # characters of a model's name in a label
 OTHER = "other"
 

@@ -197,11 +197,39 @@ async def test_no_estimate_is_above_what_the_request_allows(house: House) -> Non
 
 
 async def test_whom_a_pod_failed_pays_nothing(house: House) -> None:
-    for status, outcome in ((500, Outcome.FAILED), (404, Outcome.COMPLETED)):
+    for status, outcome in ((500, Outcome.FAILED), (429, Outcome.COMPLETED)):
         pick = await house.ask()
         pick.response_started(status)
         pick.end(outcome, Usage(9, 0, 5))
         assert await house.used() == (0, 0)
+        assert await house.used("requests/day") == (0, 0)
+
+
+async def test_a_wrong_request_is_a_request_and_costs_no_tokens(house: House) -> None:
+    pick = await house.ask()
+    pick.response_started(400)
+    pick.end(Outcome.COMPLETED)
+    assert await house.used() == (0, 0)
+    assert await house.used("requests/day") == (1, 0)
+
+
+async def test_what_makes_no_tokens_reserves_none_and_does_not_queue(queueing: House) -> None:
+    first = await queueing.ask()  # all that the pod takes
+    before = await queueing.used()
+    pick = queueing.core.director.route("GET", "/v1/models", {TENANT: "alice"}, None)
+    pick = pick if isinstance(pick, Pick) else await pick
+    assert (await queueing.used()) == before
+    pick.response_started(200)
+    pick.end(Outcome.COMPLETED)
+    assert (await queueing.used()) == before
+    assert (await queueing.used("requests/day")) == (1, 1)
+    first.end(Outcome.COMPLETED, Usage(1, 0, 1))
+
+
+async def test_a_batch_reserves_for_each_of_its_prompts(house: House) -> None:
+    pick = await house.ask(prompt=["one", "two", "three"], n=2)
+    assert (await house.used())[1] == pick.prompt_tokens + 3 * 2 * MAX_TOKENS
+    pick.end(Outcome.ABORTED)
 
 
 async def test_an_answer_that_tells_no_usage_costs_what_was_reserved(house: House) -> None:

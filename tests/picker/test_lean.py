@@ -141,7 +141,7 @@ def post(
     } | {key.replace("_", "-"): value for key, value in headers.items()}
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{key}: {value}" for key, value in all_headers.items() if value]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def chunked(*chunks: bytes) -> bytes:
@@ -159,6 +159,13 @@ async def test_a_request_is_answered_with_its_endpoints(picker: Picker, envoy: C
     assert (request.id, request.model, request.body) == ("abc", "m", BODY)
     assert request.headers["x-session-id"] == "mine"
     assert len(picker.server.tickets) == 1
+
+
+async def test_headers_may_hold_any_text(picker: Picker, envoy: Client) -> None:
+    envoy.send(post(x_tenant="müller-日本"))
+    assert (await envoy.answer()).status == 200
+    (request,) = picker.director.requests
+    assert request.headers["x-tenant"] == "müller-日本"
 
 
 @pytest.mark.parametrize("unfit", ["\xff", "a" * 200])
