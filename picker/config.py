@@ -84,6 +84,8 @@ class EndpointSpec(Section, frozen=True):
     address: str
     labels: dict[str, str] = {}
     events: list[EventSource] = []  # empty: what the server says, else prefix.events' ports
+    name: str = ""  # for people; empty: the address
+    incarnation: str = ""  # another one at the same address is another server
 
 
 class Kubernetes(Section, frozen=True):

@@ -292,7 +292,7 @@ class Director:
     def _candidates(self, request: LLMRequest) -> NDArray[np.intp]:
         """Slots of the endpoints that may serve a request."""
         if not self._pool.endpoints:
-            raise Refusal(503, "no_endpoints", "the pool has no endpoint", retry_after=5)
+            raise Refusal(503, "no_endpoints", self._pool.why_empty, retry_after=5)
         if request.subset is None:
             return self._with_room(self._pool.slots)
         rows = self._pool.among(request.subset)

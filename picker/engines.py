@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_SERIES = 4096  # of one metric; with more of them it counts as not told
 MAX_ADAPTERS = 1024
+MAX_UNKNOWN = 100  # names of engines that are logged
 MAX_KEPT_LABELS = 4096  # bytes of a series' labels that are remembered as read
 MAX_DIGITS = 40  # of a number, with sign, point and exponent
 MAX_COUNT = 1e9  # more requests, tokens of a block or blocks than this are no count
@@ -145,15 +146,25 @@ ENGINE_LABELS = ("inference.networking.k8s.io/engine-type", "llm-d.ai/engine-typ
 _ALSO_CALLED = {"trtllm-serve": "trtllm", "triton-tensorrt-llm": "triton"}
 
 
-def engine_of(labels: Mapping[str, str], default: str) -> Engine:
-    """The engine that a pod's labels name, or the default."""
+def engine_of(labels: Mapping[str, str], default: str, unknown: set[str]) -> Engine:
+    """The engine that a pod's labels name, or the default.
+
+    Names that are no engine's are put into `unknown`, and logged once.
+    """
     for label in ENGINE_LABELS:
         name = labels.get(label)
         if name is not None:
             engine = ENGINES.get(_ALSO_CALLED.get(name, name))
             if engine is not None:
                 return engine
-            log.warning("label %s names %r, which is no known engine", label, name[:100])
+            if name not in unknown and len(unknown) < MAX_UNKNOWN:
+                unknown.add(name)
+                log.warning(
+                    "label %s names %r, which is no known engine: %s is assumed",
+                    label,
+                    name[:100],
+                    default,
+                )
     return ENGINES[default]
 
 

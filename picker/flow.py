@@ -76,12 +76,12 @@ class Flow:
         self._settings = settings
         self._pods = pods
         self._loop = loop
-        self._objectives = Objectives(settings)
+        self.objectives = Objectives(settings)
         self._lengths = Lengths() if settings.expect == "history" else None
         self._queue = FlowQueue(
             settings,
             token_cost(settings) if cost is None else cost,
-            self._objectives.weight if weight is None else weight,
+            self.objectives.weight if weight is None else weight,
         )
         self._room = 0  # requests that may go before it is asked for again
         self._room_until = -inf
@@ -132,12 +132,12 @@ class Flow:
             expected = self._lengths.expected(tenant, most_output)
         return Visit(
             tenant,
-            self._objectives.priority(headers),
+            self.objectives.priority(headers),
             prompt_tokens,
             size,
             expected,
             most_output,
-            self._loop().time() + self._objectives.patience(headers),
+            self._loop().time() + self.objectives.patience(headers),
         )
 
     def wait(self, visit: Visit) -> asyncio.Future[None] | None:

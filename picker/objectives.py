@@ -13,7 +13,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1e6
 
 
 class Objectives:
-    """Priorities, deadlines and weights as they are set.
+    """Priorities, deadlines and weights as they are set, and what else is told of objectives.
 
     Raises:
         ValueError: a priority or a tenant's weight is out of range.
@@ -32,16 +32,21 @@ class Objectives:
                     f"{MOST_WEIGHT:g}, not {weight:g}"
                 )
         self._settings = settings
+        self._priorities: Mapping[str, int] = settings.objectives
         self._objective_header = settings.objective_header.lower()
         self._priority_header = settings.priority_header.lower()
         self._deadline_header = settings.deadline_header.lower()
+
+    def update(self, priorities: Mapping[str, int]) -> None:
+        """Make these the objectives, by name, beside those set, which win."""
+        self._priorities = {**priorities, **self._settings.objectives}
 
     @property
     def headers(self) -> tuple[str, ...]:
         """Request headers that are read, in lower case: a gateway must send these."""
         used = {
             self._priority_header: True,
-            self._objective_header: bool(self._settings.objectives),
+            self._objective_header: bool(self._priorities),
             self._deadline_header: self._settings.order == "deadline",
         }
         return tuple(name for name, is_used in used.items() if name and is_used)
@@ -55,7 +60,7 @@ class Objectives:
         told = _whole(headers.get(self._priority_header, "")) if self._priority_header else None
         if told is not None:
             return max(-MOST, min(MOST, told))
-        return self._settings.objectives.get(headers.get(self._objective_header, ""), 0)
+        return self._priorities.get(headers.get(self._objective_header, ""), 0)
 
     def patience(self, headers: Mapping[str, str]) -> float:
         """Seconds from a request's arrival until it should go: as told, else its time to live."""

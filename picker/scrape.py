@@ -57,6 +57,7 @@ class Scraper:
         self.load = load
         self.settings = settings
         self.on_resize = on_resize
+        self.unknown_engines: set[str] = set()
         self._call_later = call_later
         self._watches: dict[Endpoint, _Watch] = {}
         self._unheard: set[Endpoint] = set()
@@ -150,7 +151,7 @@ class _Watch:
 
     def _read_labels(self) -> None:
         self._labels: Mapping[str, str] = self._endpoint.labels
-        self._engine = engine_of(self._labels, self._settings.engine)
+        self._engine = engine_of(self._labels, self._settings.engine, self._scraper.unknown_engines)
         self._request = (
             f"GET {self._engine.path} HTTP/1.1\r\nhost: {self._endpoint.address}\r\n"
             "accept: text/plain\r\nuser-agent: warmpath\r\n\r\n"

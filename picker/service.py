@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +13,13 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
+from picker.kubernetes import settings as kubernetes
 from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -34,10 +36,12 @@ from picker.server import ExtProcServer
 from picker.sessions import Sessions
 
 if TYPE_CHECKING:
+    from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
 
+STARTING = "starting"  # not ready yet, and nothing is wrong
 LAME_SECONDS = 1.0  # between "not ready" and closed doors: for probes to see it
 
 
@@ -64,7 +68,8 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._pool = Pool(config.pool.name)
+        kubernetes.check(config)
+        self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
         self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
@@ -90,13 +95,16 @@ class Service:
             rewrites=self.rewrites,
         )
         self._pool.update(config.pool.endpoints)
-        self._not_ready: str | None = "starting"
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
+        self._not_ready: str | None = STARTING
         self._servers: _Servers | None = None
         self._store: Store | None = None  # of quotas
 
     @property
     def not_ready(self) -> str | None:
         """Why requests are not welcome; None when they are."""
+        if self._not_ready == STARTING and self._kubernetes is not None:
+            return self._kubernetes.waiting_for or STARTING
         return self._not_ready
 
     @property
@@ -115,7 +123,8 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
-            ValueError: a file that the configuration names cannot be used.
+            ValueError: a file that the configuration names cannot be used, or there are no
+                credentials for Kubernetes.
         """
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
@@ -130,13 +139,18 @@ class Service:
         )
         await self._prefix.start()
         await self._scraper.start()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load, and what it holds, or failed to.
+        """Wait until it is known which pods there are, and each has told its load, and what it
+        holds, or failed to.
 
         From then on the service is ready.
         """
+        if self._kubernetes is not None:
+            await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
         assert self._servers is not None, "started"
@@ -157,6 +171,8 @@ class Service:
     async def stop(self) -> None:
         """End everything now."""
         self._not_ready = "stopped"
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -169,10 +185,24 @@ class Service:
     def reload(self, config: Config) -> None:
         """Take over the endpoints of a configuration, which the pool checks; the rest is told.
 
+        Where the pods are found in Kubernetes, the file has none to take over.
+
         Raises:
             ValueError: endpoints that there cannot be; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        listed = self._kubernetes is None and not kubernetes.is_used(config)
+        endpoints = config.pool.endpoints if listed else self.config.pool.endpoints
+        if listed:
+            self._list(endpoints)
+        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
+        self.config = msgspec.structs.replace(self.config, pool=pool)
+        if changed := _differing(self.config, config):
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -183,12 +213,10 @@ class Service:
                 len(after - before),
                 len(before - after),
             )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
-            )
+
+    def _take_rules(self, rules: Sequence[Rewrite]) -> None:
+        """Rewrite by the cluster's rules, after those of the file, which win."""
+        self.rewrites.update([*self.config.rewrites, *rules])
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
         """Let the configured administer quotas. Returns the port."""
@@ -213,9 +241,37 @@ class Service:
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
-            not_ready=lambda: self._not_ready,
+            not_ready=lambda: self.not_ready,
             gate=self._gate,
+            kubernetes=self._kubernetes,
         )
+
+
+def _pool_name(config: Config) -> str:
+    """As set; unless that is, the InferencePool's."""
+    is_set = config.pool.name != PoolSection().name
+    return config.pool.name if is_set else config.pool.kubernetes.pool or config.pool.name
+
+
+def _kubernetes_pool(
+    config: Config,
+    pool: Pool,
+    gate: Gate | None,
+    take_rules: Callable[[Sequence[Rewrite]], None],
+) -> KubernetesPool | None:
+    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
+    if not kubernetes.is_used(config):
+        return None
+    try:
+        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"pool.kubernetes needs the Python package {missing.name}: "
+            "pip install 'warmpath[kubernetes]'"
+        ) from missing
+    flow = None if gate is None else gate.flow
+    take_priorities = None if flow is None else flow.objectives.update
+    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:

@@ -26,6 +26,7 @@ from picker.admin import make_app as make_admin_app
 from picker.cli import main
 from picker.exposition import Spec
 from picker.filters import FILTERS
+from picker.kubernetes import view as kubernetes_gauges
 from picker.names import PICK_PATH
 from picker.prefix import gauges as prefix_gauges
 from picker.quota import gauges as quota_gauges
@@ -288,7 +289,9 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
     page = worker.ask("GET", "/metrics")[1].decode() + picker.ask("GET", "/metrics")[1].decode()
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE)
-    for spec in specs_of(flow_gauges, quota_gauges):  # exported where these are switched on
+    for spec in specs_of(
+        flow_gauges, quota_gauges, kubernetes_gauges
+    ):  # exported where these are switched on
         exported.add(spec.name)
         histograms += [spec.name] * (spec.kind == "histogram")
     for histogram in histograms:
@@ -302,7 +305,7 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 
 def test_every_metric_of_the_picker_is_documented() -> None:
-    specs = specs_of(metrics, gauges, flow_gauges, prefix_gauges, quota_gauges)
+    specs = specs_of(metrics, gauges, flow_gauges, prefix_gauges, quota_gauges, kubernetes_gauges)
     assert len(specs) > 60
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}

@@ -384,11 +384,11 @@ def test_made_up_pages_are_read_as_prometheus_client_reads_them(
     ],
 )
 def test_a_pods_label_says_its_engine(labels: dict[str, str], name: str) -> None:
-    assert engine_of(labels, "vllm") is ENGINES[name]
+    assert engine_of(labels, "vllm", set()) is ENGINES[name]
 
 
 def test_an_unknown_engine_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm")
+    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm", set())
     assert "'abacus'" in caplog.text
 
 
