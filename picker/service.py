@@ -13,7 +13,7 @@ import msgspec
 
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, EndpointSpec, Prefix, Rewrite
+from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
@@ -71,7 +71,7 @@ class Service:
         check_settings(config.listen.tls)
         self.config = config
         kubernetes.check(config)
-        self._pool = Pool(config.pool.name)
+        self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
         self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
@@ -310,6 +310,12 @@ def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
             f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
         ) from missing
     return Cluster(config, on_change)
+
+
+def _pool_name(config: Config) -> str:
+    """As set; unless that is, the InferencePool's."""
+    is_set = config.pool.name != PoolSection().name
+    return config.pool.name if is_set else config.pool.kubernetes.pool or config.pool.name
 
 
 def _kubernetes_pool(

@@ -105,6 +105,7 @@ class KubernetesApi:
         self._watchers: set[Watcher] = set()
         self._forbidden: set[tuple[str, str]] = set()
         self._failures: dict[str, list[int]] = {}
+        self.piece = 0  # bytes that watches send at once; 0: a whole line
         self.interrupt: Callable[[str, str], None] | None = None  # called with verb and kind
         self._uid = 0
         self._came = asyncio.Event()
@@ -391,7 +392,10 @@ class KubernetesApi:
                 while not (watcher.cut and watcher.lines.empty()):
                     line = await watcher.lines.get()
                     await watcher.flowing.wait()
-                    await response.write(line)
+                    size = self.piece or max(1, len(line))
+                    for start in range(0, len(line), size):
+                        await response.write(line[start : start + size])
+                        await asyncio.sleep(0)
             if request.transport is not None:
                 request.transport.close()  # no last chunk: the connection just ends
         except TimeoutError:

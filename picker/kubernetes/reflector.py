@@ -323,15 +323,13 @@ class Reflector(Generic[T]):
         except _MALFORMED as problem:
             raise ApiError(f"{self.resource}: no bookmark came: {problem}") from None
 
-    def _told(self, raw: msgspec.Raw) -> Exception:
+    def _told(self, raw: msgspec.Raw) -> ApiError:
         """The error that a watch tells by an event."""
         self.version = ""
         try:
             status = _status(raw)
         except _MALFORMED:
             status = Status()
-        if status.code == GONE:
-            return _OutOfDate("what is known is too old to be watched")
         return ApiError(
             f"cannot watch {self.resource}: {status.message[:200]}", status.code, status.reason
         )

@@ -21,6 +21,10 @@ def reflector_of(followed: Followed, resource: str):
     return next(each for each in followed.kubernetes.reflectors if str(each.resource) == resource)
 
 
+def pod_reflectors(followed: Followed) -> list[object]:
+    return [each for each in followed.kubernetes.reflectors if str(each.resource) == "pods"]
+
+
 async def test_each_target_port_of_each_ready_pod_is_an_endpoint():
     async with running_kubernetes() as api:
         api.apply(inference_pool(ports=(8000, 8001)))
@@ -120,15 +124,36 @@ async def test_the_old_pods_serve_until_those_newly_selected_are_known():
     async with running_kubernetes() as api:
         api.apply(inference_pool())
         api.apply(pod("a", "10.0.0.1"))
+        api.apply(pod("a2", "10.0.0.2"))
         api.apply(pod("b", "10.0.1.1", OTHERS))
         async with following(api) as followed:
             api.forbid("list", "pods")
-            before = len([each for each in api.requests if each[:2] == ("list", "pods")])
             api.apply(inference_pool(labels=OTHERS))
-            await api.asked("list", "pods", before + 3)
-            assert followed.addresses == {"10.0.0.1:8000"}
+            await api.asked("list", "pods", 3)
+            assert followed.addresses == {"10.0.0.1:8000", "10.0.0.2:8000"}
+            api.delete(pod("a2"))
+            await followed.until(lambda: followed.addresses == {"10.0.0.1:8000"})
             api.permit("list", "pods")
             await followed.until(lambda: followed.addresses == {"10.0.1.1:8000"})
+            assert len(pod_reflectors(followed)) == 1
+
+
+async def test_a_pool_that_goes_back_to_its_pods_before_others_are_known_keeps_them():
+    async with running_kubernetes() as api:
+        api.apply(inference_pool())
+        api.apply(pod("a", "10.0.0.1"))
+        api.apply(pod("b", "10.0.1.1", OTHERS))
+        async with following(api) as followed:
+            kept = followed.pool.endpoints["10.0.0.1:8000"]
+            api.forbid("list", "pods")
+            api.apply(inference_pool(labels=OTHERS))
+            await api.asked("list", "pods", 3)
+            api.apply(inference_pool())
+            await followed.until(lambda: len(pod_reflectors(followed)) == 1)
+            api.permit("list", "pods")
+            api.apply(pod("c", "10.0.0.3"))
+            await followed.until(lambda: followed.addresses == {"10.0.0.1:8000", "10.0.0.3:8000"})
+            assert kept.alive
 
 
 async def test_a_pool_that_is_deleted_has_no_endpoint_and_one_made_anew_has_them_again():
@@ -139,6 +164,7 @@ async def test_a_pool_that_is_deleted_has_no_endpoint_and_one_made_anew_has_them
             api.delete(inference_pool())
             await followed.until(lambda: not followed.addresses)
             assert followed.pool.why_empty == "there is no InferencePool demo in namespace default"
+            assert not pod_reflectors(followed), "nobody asks for its pods"
             api.apply(inference_pool(ports=(8001,)))
             await followed.until(lambda: followed.addresses == {"10.0.0.1:8001"})
             assert followed.pool.why_empty == "the pool has no endpoint"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker.config import parse
 from picker.director import Pick
@@ -105,6 +105,9 @@ async def test_a_process_with_a_kubeconfig_serves_the_pods_of_the_pool(tmp_path)
                 assert state["kubernetes"]["synced"]
                 page = (await get(ports["admin"], "/metrics"))[1]
                 assert 'warmpath_kubernetes_synced{resource="pods"} 1' in page
+                assert 'inference_pool_ready_pods{name="demo"} 1' in page
+                queue = "inference_pool_per_pod_queue_size"
+                assert f'{queue}{{name="demo",model_server_pod="b-rank-' in page
                 path.write_text(text_for(api, ports, "drain: 2s\n"))  # it goes on watching
                 api.delete(inference_pool())
                 async with asyncio.timeout(DEADLINE):
@@ -155,7 +158,8 @@ async def busy_service(api: KubernetesApi) -> AsyncIterator[tuple[Service, int]]
     """A service with flow control, whose only pod has no room; its gRPC port."""
     async with model_server(BUSY) as address:
         apply_pods(api, a=address)
-        config = parse(text_for(api, more="flow: {enabled: true, ttl: 1s}\n"))
+        patient = "metrics: {timeout: 1m, staleAfter: 1h}\n"  # with a busy machine
+        config = parse(text_for(api, more=f"flow: {{enabled: true, ttl: 1s}}\n{patient}"))
         async with running(config) as (service, ports):
             yield service, ports.grpc
 
@@ -164,11 +168,18 @@ async def refusal(port: int, objective_name: str) -> str:
     """Why a request of an objective is refused."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = ext_proc(channel)
-        message = get_request()
-        message.request_headers.headers.headers.add(
-            key="x-gateway-inference-objective", raw_value=objective_name.encode()
-        )
+        message = ProcessingRequest()
+        for name, value in (
+            (":method", "POST"),
+            (":path", "/v1/completions"),
+            ("content-type", "application/json"),
+            ("x-gateway-inference-objective", objective_name),
+        ):
+            message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
         await call.write(message)
+        body = ProcessingRequest()
+        body.request_body.body, body.request_body.end_of_stream = b'{"prompt": "hi"}', True
+        await call.write(body)
         answer = await call.read()
         return str(answer.immediate_response.body)
 

@@ -83,7 +83,7 @@ async def test_it_sees_what_comes_changes_and_goes():
 
 
 @pytest.mark.parametrize("gone_as", ["event", "status"])
-async def test_what_is_too_old_is_listed_anew(gone_as):
+async def test_what_is_too_old_is_listed_anew_and_that_is_no_error(gone_as, caplog):
     async with watched() as each:
         await each.api.asked("watch", "pods")
         each.api.gone_as = gone_as
@@ -95,6 +95,7 @@ async def test_what_is_too_old_is_listed_anew(gone_as):
         each.api.release()
         await each.until(lambda: each.names == {"b", "c"})
         await each.catches_up()
+        assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 async def test_a_watch_goes_on_where_it_broke_off():
@@ -138,6 +139,18 @@ async def test_slow_events_are_not_lost():
         each.api.release()
         await each.until(lambda: len(each.names) == 51 and "p7" not in each.names)
         assert each.reflector.watches == 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+async def test_events_are_read_however_they_are_cut(size):
+    async with watched() as each:
+        await each.api.asked("watch", "pods")
+        each.api.piece = size
+        for i in range(5):
+            each.api.apply(pod(f"p{i}", f"10.0.1.{i}"))
+        each.api.delete(pod("a"))
+        await each.until(lambda: each.names == {"b", *(f"p{i}" for i in range(5))})
+        assert (each.reflector.lists, each.reflector.watches) == (1, 1)
 
 
 ABOUT = {"name": "evil", "resourceVersion": "999999"}
