@@ -20,12 +20,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from picker import config, flow_gauges, gauges, metrics, reload
+from picker import config, flow_gauges, gauges, metrics, reload, tls
 from picker.admin import Pages
 from picker.admin import make_app as make_admin_app
 from picker.cli import main
 from picker.exposition import Spec
 from picker.filters import FILTERS
+from picker.kubernetes import leader
 from picker.kubernetes import view as kubernetes_gauges
 from picker.names import PICK_PATH
 from picker.prefix import gauges as prefix_gauges
@@ -291,7 +292,7 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE)
     for spec in specs_of(
-        flow_gauges, quota_gauges, kubernetes_gauges
+        flow_gauges, quota_gauges, kubernetes_gauges, tls, leader
     ):  # exported where these are switched on
         exported.add(spec.name)
         histograms += [spec.name] * (spec.kind == "histogram")
@@ -307,7 +308,15 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 def test_every_metric_of_the_picker_is_documented() -> None:
     specs = specs_of(
-        metrics, gauges, reload, flow_gauges, prefix_gauges, quota_gauges, kubernetes_gauges
+        metrics,
+        gauges,
+        reload,
+        flow_gauges,
+        prefix_gauges,
+        quota_gauges,
+        kubernetes_gauges,
+        tls,
+        leader,
     )
     assert len(specs) > 60
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
