@@ -109,7 +109,6 @@ class SQLiteStore:
     ) -> bool:
         def work() -> bool:
             now = self.wall()
-            self._execute("DELETE FROM charged WHERE until <= ?", now)
             added = self._execute(
                 "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + LATE_SECONDS
             )
@@ -340,6 +339,7 @@ class SQLiteStore:
             self._rows.forget()
             self._execute("DELETE FROM counters WHERE until <= ? AND open = 0", now)
             self._execute("DELETE FROM uses WHERE day < ?", now // DAY - KEPT_DAYS)
+            self._execute("DELETE FROM charged WHERE until <= ?", now)
 
     def _write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         for name, expected, _ in changes:

@@ -127,6 +127,7 @@ async def test_what_changes_nothing_and_dry_runs_write_nothing(office: Office) -
         (ALICE, [], "model/m", "cannot be above"),
         (ALICE, [], "team/*", "nobody's parent"),
         ("model/m", [], "org/acme", "no place in the hierarchy"),
+        ("model/*", ["requests=0/day"], None, "names no model"),
     ],
 )
 async def test_what_cannot_be_is_refused_and_says_why(
@@ -137,6 +138,13 @@ async def test_what_cannot_be_is_refused_and_says_why(
         with pytest.raises(QuotaError, match=message):
             await editor.set(name, limits(*texts), parent=parent, why=WHY)
         assert await store.audit() == []
+
+
+async def test_a_star_is_no_model(office: Office) -> None:
+    with pytest.raises(QuotaError, match="leave it out for all"):
+        await office.editor.set(ALICE, limits("requests=0/day", model="*"), why=WHY)
+    with pytest.raises(QuotaError, match="names no model"):
+        await office.editor.block("model/*", "closed", why=WHY)
 
 
 async def test_an_unknown_time_zone_is_refused(office: Office) -> None:
