@@ -181,6 +181,11 @@ class MemoryStore:
         """Nothing is open."""
 
     @property
+    def size(self) -> int:
+        """Counters and lines of the books."""
+        return len(self._ledger.counters) + len(self._ledger.uses)
+
+    @property
     def _version(self) -> str:
         return str(self._revision)
 
