@@ -151,7 +151,7 @@ class Gate:
         try:
             if self.quotas is not None:
                 passage.admission = await self._admit(self.quotas, caller, request)
-            if self.flow is not None:
+            if self.flow is not None and request.method == "POST":  # others cost a pod nothing
                 visit = passage.visit = self.flow.visit(
                     caller.tenant,
                     request.headers,
@@ -184,7 +184,7 @@ class Gate:
         answer = await quotas.admit(
             Ask(
                 caller.subject,
-                request.model or "",
+                request.asked_model or request.model or "",
                 request.prompt_tokens,
                 request.most_output,
                 caller.digest,

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable
+from functools import partial
 from http import HTTPStatus
 from typing import cast
 
 import httptools
 
 from picker.config import Config
-from picker.director import Director, Pick
+from picker.director import Director, Outcome, Pick
 from picker.exchange import unknown_method
 from picker.names import (
     DESTINATION,
@@ -32,7 +32,7 @@ from picker.names import (
     STREAM,
 )
 from picker.refusal import Refusal
-from picker.splice import Splice
+from picker.splice import ModelRewrite, Splice
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._head_bytes = 0
         self._sweeps = 0  # while a request is unfinished
-        self._waiting: asyncio.Task[None] | None = None  # for a pick
+        self._waiting: asyncio.Task[Pick] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
             key = name.decode("latin-1").lower()
         elif not key:
             return
-        text = value.decode("latin-1")
+        text = value.decode("utf-8", "replace")  # a tenant's name may be any
         headers = self._headers
         headers[key] = f"{headers[key]},{text}" if key in headers else text
 
@@ -339,41 +339,60 @@ class Connection(asyncio.Protocol):
         room = self._server.max_body - len(body)  # Envoy keeps no body that has grown over it
         if isinstance(pick, Pick):
             return self._picked(pick, name, told, room)
-        self._waiting = asyncio.create_task(self._answer_later(pick, name, told, room))
+        # The pick itself is the task: one that only awaits it, and is cancelled before it begins,
+        # would leave it behind.
+        self._waiting = asyncio.create_task(pick)
+        self._waiting.add_done_callback(partial(self._answer_later, name, told, room))
         return None
 
-    async def _answer_later(
-        self, pick: Awaitable[Pick], name: str, told: str | None, room: int
+    def _answer_later(
+        self, name: str, told: str | None, room: int, pick: asyncio.Task[Pick]
     ) -> None:
+        self._waiting = None
+        if pick.cancelled():
+            return  # Envoy has left
         answer: str | Refusal
         try:
-            answer = self._picked(await pick, name, told, room)
+            answer = self._picked(pick.result(), name, told, room)
         except Refusal as refusal:
             answer = refusal
-        self._waiting = None
         if self._transport is not None:
             self._answer(answer)
 
-    def _picked(self, pick: Pick, name: str, told: str | None, room: int) -> str:
-        """The answer's headers.
+    def _picked(self, pick: Pick, name: str, told: str | None, room: int) -> str | Refusal:
+        """The answer's headers, or why there can be none.
 
         Args:
             name: the stream's.
             told: the request id that came.
             room: bytes that the body may gain.
         """
+        changes = ""
+        if pick.splice is not None or pick.rewrite is not None:
+            changed = self._changes(pick, room)
+            if changed is None:
+                pick.end(Outcome.ABORTED)
+                return self._refuse(*self._over_limit())
+            changes = changed
         self._server.tickets.open(name, pick)
         lines = pick.destination
         if pick.request_id != told:  # the client's was unfit
             lines += f"\r\n{REQUEST_ID}: {pick.request_id}"
         for header, value in pick.client_headers:
             lines += f"\r\n{header}: {value}"
-        if pick.splice is not None:
-            if self._server.reads_usage and pick.splice.growth <= room:
-                lines += _splice(pick.splice)
-            else:
-                pick.splice = None
-        return lines
+        return lines + changes
+
+    def _changes(self, pick: Pick, room: int) -> str | None:
+        """The header that has Envoy change the body; None where it would not fit."""
+        if pick.rewrite is not None:
+            room -= pick.rewrite.splice.growth
+            if room < 0:
+                return None
+        if pick.splice is not None and not (
+            self._server.reads_usage and pick.splice.growth <= room
+        ):
+            pick.splice = None
+        return splice_header(pick.splice, pick.rewrite)
 
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""
@@ -394,9 +413,12 @@ class Connection(asyncio.Protocol):
         if last:
             transport.close()
 
-    def _too_large(self) -> None:
+    def _over_limit(self) -> tuple[int, str, str]:
         limit = self._server.max_body
-        self._break(413, "body_too_large", f"the request body is over the limit of {limit} bytes")
+        return 413, "body_too_large", f"the request body is over the limit of {limit} bytes"
+
+    def _too_large(self) -> None:
+        self._break(*self._over_limit())
 
     def _break(
         self, status: int, reason: str, message: str, *, retry_after: int | None = None
@@ -411,9 +433,18 @@ class Connection(asyncio.Protocol):
         self._body = []
 
 
-def _splice(splice: Splice) -> str:
-    """The header by which Envoy changes the body, for splice.lua."""
-    return f"\r\n{SPLICE}: {splice.offset} {splice.drop} {splice.text.decode('ascii')}"
+def splice_header(usage: Splice | None, rewrite: ModelRewrite | None) -> str:
+    """The header by which Envoy changes the body and undoes it in the answer, for splice.lua."""
+    if usage is None and rewrite is None:
+        return ""
+    name = "" if rewrite is None else json.dumps(rewrite.asked).replace("\x7f", "\\u007f")
+    splices = [] if usage is None else [usage]
+    if rewrite is not None:
+        splices.append(rewrite.splice)
+    told = f"\r\n{SPLICE}: {int(usage is not None)} {len(name)} {name}"
+    for splice in sorted(splices):
+        told += f"{splice.offset} {splice.drop} {len(splice.text)} {splice.text.decode('ascii')}"
+    return told
 
 
 def _refused(refusal: Refusal, end: bytes, *, no_body: bool) -> bytes:

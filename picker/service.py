@@ -27,6 +27,7 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -75,6 +76,7 @@ class Service:
         self._pool.listen(self._metrics)
         self._journal = Journal()
         scheduler = Scheduler(config.scheduling)
+        self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
         self.director = Director(
             pool=self._pool,
             load=self._load,
@@ -85,6 +87,7 @@ class Service:
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
+            rewrites=self.rewrites,
         )
         self._pool.update(config.pool.endpoints)
         self._not_ready: str | None = "starting"

@@ -112,6 +112,7 @@ class Debts:
     def __init__(self) -> None:
         self.lost = 0  # settlements that were given up
         self._owed: deque[Owed] = deque()
+        self._sent: dict[str, float] = {}  # ids whose answer was not heard, and since when
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -128,6 +129,15 @@ class Debts:
 
     def paid(self, batch: Sequence[Owed]) -> None:
         """These were the first, but for those that were given up meanwhile."""
+        self._sent.clear()
         for owed in batch:
             if self._owed and self._owed[0] is owed:
                 self._owed.popleft()
+
+    def unheard(self, batch: Sequence[Owed], now: float) -> None:
+        """These were sent at a time, and nobody knows what came of it."""
+        self._sent = {owed.id: self._sent.get(owed.id, now) for owed in batch}
+
+    def sent_for(self, owed: Owed, now: float) -> float:
+        """Seconds since one was sent first; 0 when it was not yet."""
+        return now - self._sent.get(owed.id, now)

@@ -15,6 +15,8 @@ from picker.quota.policy import Record
 MAX_AUDIT = 100_000  # entries that a store keeps; the oldest go first
 KEPT_DAYS = 400  # of the books
 PAGE = 200  # records that are read at once, and decoded: about a millisecond
+SETTLED_SECONDS = 600.0  # that an id is remembered at least which was settled
+CHARGED_SECONDS = 3600.0  # that an id is remembered which was charged without a reservation
 
 
 class StoreDown(Exception):

@@ -6,10 +6,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from picker.quota.ledger import LATE_SECONDS, Denial, Ledger, Reservation, Use, UseKey
+from picker.quota.ledger import Denial, Ledger, Reservation, Use, UseKey
 from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.store import (
+    CHARGED_SECONDS,
     KEPT_DAYS,
     MAX_AUDIT,
     Change,
@@ -87,7 +88,7 @@ class MemoryStore:
             self._charged.popitem(last=False)
         if id in self._charged:
             return False
-        self._charged[id] = now + LATE_SECONDS
+        self._charged[id] = now + CHARGED_SECONDS
         self._ledger.charge(id, subject, model, lines, spent, now, self.wall())
         return True
 

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
+from picker.quota.ledger import Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.rows import SCHEMA, SCHEMA_VERSION, Rows, counter_of, reservation_of
 from picker.quota.store import (
+    CHARGED_SECONDS,
     KEPT_DAYS,
     MAX_AUDIT,
     PAGE,
@@ -110,7 +111,7 @@ class SQLiteStore:
         def work() -> bool:
             now = self.wall()
             added = self._execute(
-                "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + LATE_SECONDS
+                "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + CHARGED_SECONDS
             )
             if added.rowcount:
                 self._rows.charge(id, subject, model, lines, spent, now, now)

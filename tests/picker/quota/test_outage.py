@@ -7,7 +7,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from picker.quota.model import Key, Limit, Subject
 from picker.quota.outage import REST_SECONDS
 from picker.quota.plan import Granted
 from picker.quota.policy import Policy, Record
+from picker.quota.store import SETTLED_SECONDS, End, StoreDown
+from picker.quota.store_redis import RedisStore
 from picker.quota.store_sqlite import SQLiteStore
 from picker.quota.stores import open_store
 from picker.refusal import Refusal
@@ -310,3 +312,47 @@ async def test_shares_of_ever_more_tenants_are_bounded(monkeypatch: pytest.Monke
         shares.settle(id, spent(1))
         most = max(most, shares.size)
     assert most <= 150 + 2
+
+
+class Deaf(RedisStore):
+    """The store, but its answers to ends may be lost on the way."""
+
+    deaf = False
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        answers = await super().settle_all(ends)
+        if self.deaf:
+            raise StoreDown("unheard")
+        return answers
+
+
+@pytest.mark.parametrize(("minutes", "lost"), [(5, 0), (60, 1)])
+async def test_an_end_whose_answer_was_lost_is_never_charged_twice(minutes: int, lost: int) -> None:
+    with running() as server:
+        clock = Clock(0.0)
+        store = Deaf(f"{server.url}?name=test", DEADLINE)
+        quotas = Quotas(store, Quota(), clock)
+        async with administrator(server) as desk:
+            await desk.limit(ALICE, "total-tokens=1k/month")
+            await quotas.start()
+            first, second = await admissions(quotas, 2)
+            store.deaf = True
+            quotas.settle(first, Usage(10, 0, 5))
+
+            async def used() -> bool:
+                return await desk.used(ALICE) == [15 + 10]
+
+            await until(used)
+            clock.now += 60 * minutes
+            with server.client() as client:
+                if clock.now > SETTLED_SECONDS:  # as Redis does then
+                    assert client.delete(f"{{warmpath:test}}:r:{first.id}")
+                client.delete(f"{{warmpath:test}}:r:{second.id}")  # which is lost, and never told
+            store.deaf = False
+            await until(lambda: not quotas.owed)
+            quotas.settle(second, Usage(10, 0, 7))
+            await until(lambda: not quotas.owed)
+            assert quotas.lost == lost
+            (use,) = (await store.uses(0)).values()
+            assert (use.requests, use.prompt_tokens, use.completion_tokens) == (2, 20, 12)
+        await quotas.close()

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from picker.quota.ledger import LATE_SECONDS
 from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import Denied, Granted
-from picker.quota.store import Change, StoreDown
+from picker.quota.store import CHARGED_SECONDS, Change, StoreDown
 from picker.quota.store_sqlite import CLEAR_SECONDS, SQLiteStore
 from picker.quota.stores import REDIS_SECONDS, open_store
 from tests.picker.quota.customers import balanced, customer, killed_after, prepare
@@ -126,7 +125,7 @@ async def test_a_charge_costs_the_same_after_however_many(tmp_path: Path) -> Non
         *(store.charge(f"more-{number}", ALICE, "m", [], spent(1)) for number in range(3000))
     )
     assert await charged("last", 20) < 2 * few
-    clock.now += LATE_SECONDS + CLEAR_SECONDS
+    clock.now += CHARGED_SECONDS + CLEAR_SECONDS
     await store.charge("first-0", ALICE, "m", [], spent(1))
     (left,) = store._connection.execute("SELECT count(*) FROM charged").fetchone()
     assert left == 1
