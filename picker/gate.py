@@ -98,7 +98,9 @@ class Gate:
             check_settings(config.quota)
         if config.identity.claim and config.envoy.profile == "lean":
             raise ValueError("identity.claim: only the standard profile shows claims to the picker")
-        if not config.usage:
+        if config.identity.keys and not config.quota.enabled:
+            raise ValueError("identity.keys: the store of quotas has them: set quota.enabled too")
+        if not config.usage and (config.quota.enabled or config.flow.enabled):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
         self.store: Store | None = None  # of quotas, once it has started

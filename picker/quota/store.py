@@ -93,13 +93,14 @@ class Changes(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """All that a store holds, to be taken to another."""
+    """All that a store holds, to be taken to another; there revisions begin anew."""
 
     records: Mapping[str, Record]
     counters: Mapping[str, Counter]
     reservations: Sequence[Reservation]
     uses: Mapping[UseKey, Use]
     audit: Sequence[Entry]  # oldest first
+    denials: Sequence[Denial] = ()  # oldest first
 
 
 class Fault(NamedTuple):

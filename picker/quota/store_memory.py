@@ -155,7 +155,8 @@ class MemoryStore:
         ledger = self._ledger
         ledger.expire(self._now())
         held = list(ledger.reservations.values())
-        return Dump(self._records, ledger.counters, held, ledger.uses, list(self._audit))
+        audit, denials = list(self._audit), list(ledger.denials)
+        return Dump(self._records, ledger.counters, held, ledger.uses, audit, denials)
 
     async def restore(self, dump: Dump) -> str:
         if self._records:
@@ -163,6 +164,7 @@ class MemoryStore:
             raise Conflict(name, 0, record.revision)
         self._ledger.counters |= dump.counters
         self._ledger.uses |= dump.uses
+        self._ledger.denials.extend(dump.denials)
         for reservation in sorted(dump.reservations, key=lambda held: held.expires):
             self._ledger.keep(reservation)
         self._audit.extend(dump.audit)

@@ -307,6 +307,7 @@ class RedisStore:
             await self._all_reservations(),
             await self.uses(0),
             (await self.audit(limit=MAX_AUDIT))[::-1],
+            (await self.denials())[::-1],
         )
 
     async def restore(self, dump: Dump) -> str:
@@ -332,6 +333,10 @@ class RedisStore:
             for entry in dump.audit:
                 text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
                 pipeline.lpush(self._key("audit"), text)
+            for denial in dump.denials:
+                wait = -1 if denial.wait is None else denial.wait
+                pipeline.lpush(self._key("denials"), _pack(denial._replace(wait=wait)))
+            pipeline.expire(self._key("denials"), KEPT_DAYS * DAY)
             await pipeline.execute()
         changes = [Change(name, 0, record.subject) for name, record in dump.records.items()]
         return await self.write(changes, [])

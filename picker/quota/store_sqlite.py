@@ -216,12 +216,14 @@ class SQLiteStore:
             counters = self._execute("SELECT key, data FROM counters")
             uses = self._execute("SELECT * FROM uses")
             audit = self._execute("SELECT data FROM audit ORDER BY id")
+            denials = self._execute("SELECT data FROM denials ORDER BY id")
             return Dump(
                 {name: record for name, record in records.items() if record is not None},
                 {key: counter_of(data) for key, data in counters},
                 self._all_reservations(),
                 {(day, subject, model): Use(*used) for day, subject, model, *used in uses},
                 [msgspec.json.decode(data, type=Entry) for (data,) in audit],
+                [msgspec.json.decode(data, type=Denial) for (data,) in denials],
             )
 
         return await self._do(work)
@@ -241,6 +243,7 @@ class SQLiteStore:
             for key in dump.counters:
                 rows.changed(key)
             rows.uses |= dump.uses
+            rows.denials.extend(dump.denials)
             for reservation in dump.reservations:
                 rows.keep(reservation)
             return version

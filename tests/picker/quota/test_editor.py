@@ -363,6 +363,8 @@ async def test_a_store_moves_into_another_with_all_it_holds(source: str, target:
         )
         await desk.read()
         await old.settle(await desk.granted(ALICE, tokens(100), model="m"), spent(90, 20))
+        for model in ("m", "n"):
+            await desk.denied(ALICE, tokens(900), model=model)
         ids = [await desk.granted(ALICE, tokens(40), ttl=ttl) for ttl in (600.0, 5.0)]
         clock.now += 2
 
@@ -373,6 +375,8 @@ async def test_a_store_moves_into_another_with_all_it_holds(source: str, target:
         assert export(moved.policy) == export(desk.policy)
         assert await moved.used(ALICE) == pytest.approx(await desk.used(ALICE))
         assert await new.uses(0) == await old.uses(0)
+        assert await new.denials() == await old.denials()
+        assert [denial.model for denial in await new.denials()] == ["n", "m"]
         assert [entry.action for entry in await new.audit()] == ["set", "set"]
         assert {each.id for each in await new.reservations()} == set(ids)
         clock.now += 3  # one expires, as it would have
