@@ -194,6 +194,11 @@ class Identity(Section, frozen=True):
     default: str = "default"  # the tenant of requests that nothing names
     required: bool = False  # refuse these with 401 instead
 
+    @property
+    def tells(self) -> bool:
+        """Whether requests may be refused for whose they are, or are not."""
+        return self.keys or self.required
+
 
 class Cost(Section, frozen=True):
     """What a request of p prompt and o output tokens costs, which is what is shared fairly."""

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
@@ -24,7 +24,7 @@ from picker.journal import Journal
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Endpoint, Pool
-from picker.prefix.match import By, PrefixProducer
+from picker.prefix.match import By, PrefixProducer, Prepare
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
 from picker.rewrites import Rewrites
@@ -203,9 +203,9 @@ class Director:
             return self.pick(request)
         return self._pick_later(request, tokens)
 
-    async def _pick_later(self, request: LLMRequest, tokens: Awaitable[None] | None) -> Pick:
+    async def _pick_later(self, request: LLMRequest, tokens: Prepare | None) -> Pick:
         if tokens is not None:
-            await tokens
+            await tokens()
         if self._gate is None:
             return self.pick(request)
         try:

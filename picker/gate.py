@@ -139,6 +139,8 @@ class Gate:
     def _identities(self, config: Config) -> Identities:
         if config.identity.claim and config.envoy.profile == "lean":
             raise ValueError("identity.claim: only the standard profile shows claims to the picker")
+        if config.identity.keys and not config.quota.enabled:
+            raise ValueError("identity.keys: the store of quotas has them: set quota.enabled too")
         return Identities(config.identity, self._owner)
 
     async def start(self, store: Callable[[], Store]) -> None:

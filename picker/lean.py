@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable
+from functools import partial
 from http import HTTPStatus
 from typing import cast
 
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._head_bytes = 0
         self._sweeps = 0  # while a request is unfinished
-        self._waiting: asyncio.Task[None] | None = None  # for a pick
+        self._waiting: asyncio.Task[Pick] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -343,18 +343,23 @@ class Connection(asyncio.Protocol):
         room = self._server.max_body - len(body)  # Envoy keeps no body that has grown over it
         if isinstance(pick, Pick):
             return self._picked(pick, name, told, room)
-        self._waiting = asyncio.create_task(self._answer_later(pick, name, told, room))
+        # The pick itself is the task: one that only awaits it, and is cancelled before it begins,
+        # would leave it behind.
+        self._waiting = asyncio.create_task(pick)
+        self._waiting.add_done_callback(partial(self._answer_later, name, told, room))
         return None
 
-    async def _answer_later(
-        self, pick: Awaitable[Pick], name: str, told: str | None, room: int
+    def _answer_later(
+        self, name: str, told: str | None, room: int, pick: asyncio.Task[Pick]
     ) -> None:
+        self._waiting = None
+        if pick.cancelled():
+            return  # Envoy has left
         answer: str | Refusal
         try:
-            answer = self._picked(await pick, name, told, room)
+            answer = self._picked(pick.result(), name, told, room)
         except Refusal as refusal:
             answer = refusal
-        self._waiting = None
         if self._transport is not None:
             self._answer(answer)
 

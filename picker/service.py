@@ -77,7 +77,7 @@ class Service:
         self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
-        if config.quota.enabled or config.flow.enabled:
+        if config.quota.enabled or config.flow.enabled or config.identity.tells:
             self._gate = Gate(config, self._pool, self._load)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)

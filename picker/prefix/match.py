@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -40,6 +40,10 @@ class Match:
         return By.APPROXIMATE if slot in self.guessed else self.by
 
 
+Prepare = Callable[[], Awaitable[None]]
+"""It raises nothing. Until it is called nothing has begun, so that it may be left."""
+
+
 class PrefixProducer(Protocol):
     """Knows who holds what. The director asks it before each pick, and tells it afterwards."""
 
@@ -52,8 +56,8 @@ class PrefixProducer(Protocol):
     async def stop(self) -> None:
         """Let go of all that `start` took."""
 
-    def prepare(self, request: LLMRequest) -> Awaitable[None] | None:
-        """What `match` has to wait for; None: nothing."""
+    def prepare(self, request: LLMRequest) -> Prepare | None:
+        """What `match` has to wait for, to be called and awaited; None: nothing."""
 
     def match(self, request: LLMRequest) -> Match:
         """How much of a prompt each pod holds, from its beginning on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix, Use
 from picker.prefix.index import BlockIndex, Lookup
 from picker.prefix.keys import TokenPrompt
-from picker.prefix.match import By, Match
+from picker.prefix.match import By, Match, Prepare
 from picker.prefix.subscriber import Subscriptions
 from picker.prefix.tokens import Tokens
 from picker.request import LLMRequest
@@ -114,7 +114,7 @@ class EventsPrefix:
         """See PrefixProducer."""
         return self.index.stats.held + self.approximate.blocks
 
-    def prepare(self, request: LLMRequest) -> Awaitable[None] | None:
+    def prepare(self, request: LLMRequest) -> Prepare | None:
         """The tokens of the prompt."""
         return self.tokens.prepare(request)
 

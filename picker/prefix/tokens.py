@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from picker import config
@@ -23,6 +24,7 @@ from picker.document import ConfigError
 from picker.pool import Pool
 from picker.prefix.asks import ChatAsk, Missed, MissedError, TextAsk, ask_of, key_of
 from picker.prefix.given_ids import all_given_ids, given_ids
+from picker.prefix.match import Prepare
 from picker.prefix.pod_tokenizer import PodTokenizer, body_of, ids_of
 from picker.prompt import has_media, is_one
 from picker.request import Kind, LLMRequest
@@ -84,11 +86,11 @@ class Tokens:
         if self._pods is not None:
             await self._pods.stop()
 
-    def prepare(self, request: LLMRequest) -> Awaitable[None] | None:
+    def prepare(self, request: LLMRequest) -> Prepare | None:
         """Set a request's `token_ids`, and `prompt_tokens` by them, if they can be had.
 
         Returns:
-            What has to be waited for until then, or None. It raises nothing.
+            What has to be called, and waited for, until then; or None.
         """
         try:
             return self._prepare(request)
@@ -96,7 +98,7 @@ class Tokens:
             self._miss(problem)
             return None
 
-    def _prepare(self, request: LLMRequest) -> Awaitable[None] | None:
+    def _prepare(self, request: LLMRequest) -> Prepare | None:
         if request.kind is Kind.OTHER or not request.prompt:
             return None
         if len(request.body) > MAX_BYTES:
@@ -106,7 +108,9 @@ class Tokens:
             request.token_ids = ids
             return None
         if ids is not None:  # very many, which were not all read
-            return self._wait(request, b"", lambda: self._on_thread(all_given_ids, request))
+            return partial(
+                self._wait, request, b"", lambda: self._on_thread(all_given_ids, request)
+            )
         if request.unread:
             raise MissedError(Missed.LONG)
         if has_media(request.prompt):
@@ -118,7 +122,7 @@ class Tokens:
             return None
         if self._pods is not None:
             pods = self._pods
-            return self._wait(request, key, lambda: self._from_pod(pods, request))
+            return partial(self._wait, request, key, lambda: self._from_pod(pods, request))
         encoder = self._encoder
         if encoder is None:
             raise MissedError(Missed.FAILED)
@@ -128,7 +132,7 @@ class Tokens:
                 self._keep(request, key, _encoded(encoder, ask))
                 return None
         # Also what is short but has variables: how long a template takes over them, nobody knows.
-        return self._wait(request, key, lambda: self._encode(encoder, request))
+        return partial(self._wait, request, key, lambda: self._encode(encoder, request))
 
     async def _wait(
         self, request: LLMRequest, key: bytes, make: Callable[[], Awaitable[Ids]]

@@ -195,7 +195,7 @@ class EventsView:
         """Where the prompt of a request is held."""
         waiting = self._prefix.prepare(request)
         if waiting is not None:
-            await waiting
+            await waiting()
         match = self._prefix.match(request)
         pods = [_depth(match, endpoint) for endpoint in self._pool.endpoints.values()]
         return Found(request.model, request.prompt_tokens, match.by, pods)

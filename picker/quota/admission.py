@@ -275,6 +275,7 @@ class Quotas:
                 return self._grant(id, ask, amounts, plan, granted)
             await self._link.ask(self._leases.make, plan, amounts, ask.model)
         answer = await self._link.reserve(id, plan, amounts, ask.model, self._life)
+        self._shares.rest()
         if isinstance(answer, Granted):
             self._renewals.add(id)
             return self._grant(id, ask, amounts, plan, answer)

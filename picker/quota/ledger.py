@@ -38,7 +38,7 @@ from picker.quota.plan import (
 
 EPSILON = 1e-6  # of a token: what rounding of levels may add up to
 BUSY_SECONDS = 1.0  # when to ask again for a place among the concurrent: nobody knows
-LATE_SECONDS = 3600.0  # that an expired reservation is remembered: its end may still come
+LATE_SECONDS = 168 * 3600.0  # that an expired reservation is remembered: its end may still come
 NUM_DENIALS = 1000  # the last ones
 
 
@@ -255,7 +255,9 @@ class Ledger:
     def expire(self, now: float) -> None:
         """Give back what reservations hold that have outlived their time.
 
-        Should an end still come for one, all that the request used is charged then.
+        Nobody knows whether these requests run on or died with their picker. Should an end still
+        come, all that the request used is charged then, as debt where others have used what was
+        given back.
         """
         if now < self._next_due:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
@@ -13,7 +13,15 @@ from picker.quota.outage import Debts, Owed
 from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, line_of
 from picker.quota.policy import Policy
 from picker.quota.reader import Reader
-from picker.quota.store import Change, Conflict, Entry, Stale, Store, StoreDown
+from picker.quota.store import (
+    SETTLED_SECONDS,
+    Change,
+    Conflict,
+    Entry,
+    Stale,
+    Store,
+    StoreDown,
+)
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +29,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AT_ONCE = 64  # settlements that go to the store together
+SURE_SECONDS = 0.9 * SETTLED_SECONDS  # since a call was not heard, that its ids are known for sure
+PAUSE_SECONDS = 0.05  # between two tries, of a store that reads but does not write too
 
 
 class Link:
@@ -37,6 +47,7 @@ class Link:
         self.debts = Debts()
         self._policy = policy
         self._breaker = Breaker(steady)
+        self._steady = steady
         self._reader = Reader(store, policy, self._restore)
         self._catching_up: asyncio.Task[None] | None = None
         self._quiet = asyncio.Event()  # nothing is being settled
@@ -123,16 +134,28 @@ class Link:
             StoreDown: it does not answer. What it did unheard does no harm when it is sent again.
         """
         while batch := self.debts.first(AT_ONCE):
-            ends = [(owed.id, owed.spent) for owed in batch if owed.reserved]
-            found = iter(await self.store.settle_all(ends) if ends else ())
-            for owed in batch:
-                if owed.reserved and next(found) is not None:
-                    continue
-                if owed.plan is not None and owed.spent != FREE:
-                    lines = [line_of(check, owed.at) for check in owed.plan.checks]
-                    await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
+            now = self._steady()
+            try:
+                await self._send(batch, now)
+            except StoreDown:
+                self.debts.unheard(batch, now)
+                raise
             self.debts.paid(batch)
             self._breaker.succeeded()
+
+    async def _send(self, batch: Sequence[Owed], now: float) -> None:
+        ends = [(owed.id, owed.spent) for owed in batch if owed.reserved]
+        found = iter(await self.store.settle_all(ends) if ends else ())
+        for owed in batch:
+            if owed.reserved and next(found) is not None:
+                continue
+            if owed.plan is None or owed.spent == FREE:
+                continue
+            if self.debts.sent_for(owed, now) >= SURE_SECONDS:
+                self.debts.lost += 1  # it may be charged already, and is not to be charged twice
+                continue
+            lines = [line_of(check, owed.at) for check in owed.plan.checks]
+            await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
 
     def _failed(self, problem: StoreDown) -> None:
         was_up = self.up
@@ -156,6 +179,8 @@ class Link:
                 await self._pay()
             except StoreDown as problem:
                 self._failed(problem)
+                self._quiet.set()
+                await asyncio.sleep(PAUSE_SECONDS)
             else:
                 self._quiet.set()
                 return

@@ -15,6 +15,8 @@ from picker.quota.policy import Record
 MAX_AUDIT = 100_000  # entries that a store keeps; the oldest go first
 KEPT_DAYS = 400  # of the books
 PAGE = 200  # records that are read at once, and decoded: about a millisecond
+SETTLED_SECONDS = 600.0  # that an id is remembered at least which was settled
+CHARGED_SECONDS = 3600.0  # that an id is remembered which was charged without a reservation
 
 
 class StoreDown(Exception):
@@ -91,13 +93,14 @@ class Changes(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """All that a store holds, to be taken to another."""
+    """All that a store holds, to be taken to another; there revisions begin anew."""
 
     records: Mapping[str, Record]
     counters: Mapping[str, Counter]
     reservations: Sequence[Reservation]
     uses: Mapping[UseKey, Use]
     audit: Sequence[Entry]  # oldest first
+    denials: Sequence[Denial] = ()  # oldest first
 
 
 class Fault(NamedTuple):

@@ -6,10 +6,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from picker.quota.ledger import LATE_SECONDS, Denial, Ledger, Reservation, Use, UseKey
+from picker.quota.ledger import Denial, Ledger, Reservation, Use, UseKey
 from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.store import (
+    CHARGED_SECONDS,
     KEPT_DAYS,
     MAX_AUDIT,
     Change,
@@ -87,7 +88,7 @@ class MemoryStore:
             self._charged.popitem(last=False)
         if id in self._charged:
             return False
-        self._charged[id] = now + LATE_SECONDS
+        self._charged[id] = now + CHARGED_SECONDS
         self._ledger.charge(id, subject, model, lines, spent, now, self.wall())
         return True
 
@@ -154,7 +155,8 @@ class MemoryStore:
         ledger = self._ledger
         ledger.expire(self._now())
         held = list(ledger.reservations.values())
-        return Dump(self._records, ledger.counters, held, ledger.uses, list(self._audit))
+        audit, denials = list(self._audit), list(ledger.denials)
+        return Dump(self._records, ledger.counters, held, ledger.uses, audit, denials)
 
     async def restore(self, dump: Dump) -> str:
         if self._records:
@@ -162,6 +164,7 @@ class MemoryStore:
             raise Conflict(name, 0, record.revision)
         self._ledger.counters |= dump.counters
         self._ledger.uses |= dump.uses
+        self._ledger.denials.extend(dump.denials)
         for reservation in sorted(dump.reservations, key=lambda held: held.expires):
             self._ledger.keep(reservation)
         self._audit.extend(dump.audit)
@@ -179,6 +182,11 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+    @property
+    def size(self) -> int:
+        """Counters and lines of the books."""
+        return len(self._ledger.counters) + len(self._ledger.uses)
 
     @property
     def _version(self) -> str:

@@ -30,7 +30,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter
-from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
+from picker.quota.ledger import Denial, Reservation, Use, UseKey
 from picker.quota.plan import (
     DAY,
     NO_RATE,
@@ -92,6 +92,7 @@ SHARED = {  # what stands before a script
 MAX_ROUNDS = 5  # of asking again, by another clock or when room was made
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
 ERRORS = (RedisError, hiredis.HiredisError, OSError, TimeoutError)
+LATE_SECONDS = 3600.0  # as lua/common.lua has it; then an end is charged by what its picker knows
 LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode
@@ -306,6 +307,7 @@ class RedisStore:
             await self._all_reservations(),
             await self.uses(0),
             (await self.audit(limit=MAX_AUDIT))[::-1],
+            (await self.denials())[::-1],
         )
 
     async def restore(self, dump: Dump) -> str:
@@ -331,6 +333,10 @@ class RedisStore:
             for entry in dump.audit:
                 text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
                 pipeline.lpush(self._key("audit"), text)
+            for denial in dump.denials:
+                wait = -1 if denial.wait is None else denial.wait
+                pipeline.lpush(self._key("denials"), _pack(denial._replace(wait=wait)))
+            pipeline.expire(self._key("denials"), KEPT_DAYS * DAY)
             await pipeline.execute()
         changes = [Change(name, 0, record.subject) for name, record in dump.records.items()]
         return await self.write(changes, [])

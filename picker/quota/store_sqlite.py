@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
+from picker.quota.ledger import Denial, Reservation, Use, UseKey
 from picker.quota.model import QuotaError, Subject
 from picker.quota.plan import DAY, Amounts, Denied, Granted, Line, Plan, Spent
 from picker.quota.policy import Record
 from picker.quota.rows import SCHEMA, SCHEMA_VERSION, Rows, counter_of, reservation_of
 from picker.quota.store import (
+    CHARGED_SECONDS,
     KEPT_DAYS,
     MAX_AUDIT,
     PAGE,
@@ -109,9 +110,8 @@ class SQLiteStore:
     ) -> bool:
         def work() -> bool:
             now = self.wall()
-            self._execute("DELETE FROM charged WHERE until <= ?", now)
             added = self._execute(
-                "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + LATE_SECONDS
+                "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + CHARGED_SECONDS
             )
             if added.rowcount:
                 self._rows.charge(id, subject, model, lines, spent, now, now)
@@ -216,12 +216,14 @@ class SQLiteStore:
             counters = self._execute("SELECT key, data FROM counters")
             uses = self._execute("SELECT * FROM uses")
             audit = self._execute("SELECT data FROM audit ORDER BY id")
+            denials = self._execute("SELECT data FROM denials ORDER BY id")
             return Dump(
                 {name: record for name, record in records.items() if record is not None},
                 {key: counter_of(data) for key, data in counters},
                 self._all_reservations(),
                 {(day, subject, model): Use(*used) for day, subject, model, *used in uses},
                 [msgspec.json.decode(data, type=Entry) for (data,) in audit],
+                [msgspec.json.decode(data, type=Denial) for (data,) in denials],
             )
 
         return await self._do(work)
@@ -241,6 +243,7 @@ class SQLiteStore:
             for key in dump.counters:
                 rows.changed(key)
             rows.uses |= dump.uses
+            rows.denials.extend(dump.denials)
             for reservation in dump.reservations:
                 rows.keep(reservation)
             return version
@@ -340,6 +343,7 @@ class SQLiteStore:
             self._rows.forget()
             self._execute("DELETE FROM counters WHERE until <= ? AND open = 0", now)
             self._execute("DELETE FROM uses WHERE day < ?", now // DAY - KEPT_DAYS)
+            self._execute("DELETE FROM charged WHERE until <= ?", now)
 
     def _write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         for name, expected, _ in changes:

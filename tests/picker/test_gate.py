@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from picker.config import (
     Config,
@@ -32,6 +33,7 @@ from picker.quota.model import parse_limit
 from picker.quota.store_memory import MemoryStore
 from picker.quota.views import views
 from picker.refusal import Refusal
+from picker.service import check_config
 from picker.usage import Usage
 from tests.picker.core import Core
 
@@ -514,3 +516,25 @@ async def test_limits_are_for_the_model_that_is_asked_for(house: House) -> None:
     with pytest.raises(Refusal) as refusal:
         await house.ask()
     assert refusal.value.status == 429
+
+
+def test_keys_that_nobody_could_know_are_no_configuration() -> None:
+    for more in (Config(), Config(flow=Flow(enabled=True))):
+        config = replace(more, identity=Identity(keys=True))
+        with pytest.raises(ValueError, match=r"identity\.keys.*quota\.enabled"):
+            check_config(config)
+
+
+async def test_who_must_tell_who_it_is_need_not_be_limited() -> None:
+    config = Config(identity=Identity(header=TENANT, required=True), usage=False)
+    check_config(config)
+    core = Core(PODS, gate=config)
+    assert core.gate is not None
+    await core.gate.start(MemoryStore)
+    body = json.dumps({"model": "llama", "prompt": "Hi"}).encode()
+    with pytest.raises(Refusal) as caught:
+        await core.director.route("POST", "/v1/completions", {}, body)  # type: ignore[misc]
+    assert caught.value.status == 401
+    pick = await core.director.route("POST", "/v1/completions", {TENANT: "a"}, body)  # type: ignore[misc]
+    assert pick.tenant == "a"
+    pick.end(Outcome.ABORTED)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
+import socket
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -408,6 +411,30 @@ async def test_who_leaves_while_its_pick_waits_is_not_picked_for(
     hold.set()
     await until(lambda: not picker.server.connections)
     assert picker.director.picks == []
+
+
+async def test_who_leaves_before_its_pick_has_begun_leaves_nothing_behind(picker: Picker) -> None:
+    """Also no coroutine that nobody awaits, of which Python would warn."""
+    picker.director.hold = asyncio.Event()
+
+    async def ask_and_leave() -> None:
+        ours, theirs = socket.socketpair()
+        connection = lean.Connection(picker.server)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: connection, sock=ours)
+        connection.data_received(post(BODY))
+        connection.connection_lost(None)
+        transport.abort()
+        theirs.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        await ask_and_leave()
+        gc.collect()
+    assert [str(each.message) for each in warned] == []
+    assert picker.director.picks == [] and not picker.server.connections
 
 
 async def test_a_drain_waits_for_a_pick_that_waits(picker: Picker, envoy: Client) -> None:

@@ -112,7 +112,7 @@ async def test_a_text_is_matched_by_its_tokens(picker: Picker) -> None:
         request = asked(text + " And more.")
         waiting = picker.prefix.prepare(request)
         if waiting is not None:
-            await waiting
+            await waiting()
         match = picker.prefix.match(request)
         assert (match.by, match.cached[endpoint.slot]) == (By.EVENTS, 16)
 

@@ -63,7 +63,7 @@ async def prepared(tokens: Tokens, request: LLMRequest) -> list[int] | None:
     """The tokens that a request gets, after whatever it has to wait for."""
     waiting = tokens.prepare(request)
     if waiting is not None:
-        await waiting
+        await waiting()
     if request.token_ids is None:
         return None
     assert request.token_ids.dtype == np.uint32

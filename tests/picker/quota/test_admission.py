@@ -78,6 +78,20 @@ async def test_an_end_counts_once_and_anybody_may_tell_it(front: Front) -> None:
     assert await front.desk.used(ALICE) == [107]
 
 
+@pytest.mark.parametrize("late", [1.0, 3 * 86_400.0])
+async def test_an_end_that_comes_when_its_reservation_has_long_expired_is_charged_once(
+    front: Front, late: float
+) -> None:
+    await front.desk.limit(ALICE, "total-tokens=1k/month", "concurrency=1")
+    admission = await front.granted(Ask(ALICE, "m", 600, max_tokens=300))
+    front.clock.now += Quota().reservation_ttl + late
+    await front.settle(await front.granted(Ask(ALICE, "m", 900)), Usage(900, 0, 50))
+    for _ in range(2):
+        await front.settle(admission, Usage(600, 0, 200))
+    assert await front.desk.used(ALICE) == [950 + 800, 0], "debt, no loss"
+    assert await front.desk.store.verify() == []
+
+
 async def test_a_request_that_was_not_served_costs_nothing(front: Front) -> None:
     await front.desk.limit(ALICE, "total-tokens=1k/hour", "requests=1/day", "concurrency=1")
     await front.settle(await front.granted(Ask(ALICE, "m", 900)), None)

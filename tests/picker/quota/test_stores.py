@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from picker.quota.ledger import LATE_SECONDS
 from picker.quota.model import Grant, Limit, Subject
 from picker.quota.plan import FREE, Granted, Line, Spent
 from picker.quota.store import Change, Conflict, Correction, Entry, Stale
@@ -138,6 +137,42 @@ async def test_a_default_holds_for_each_tenant_by_itself(desk: Desk) -> None:
     assert named(refused, desk.plan("tenant/three")) == "org/all requests/day"
 
 
+async def test_a_tenant_with_something_of_its_own_has_the_defaults_too(desk: Desk) -> None:
+    grant = Grant("all", "requests/day", 1, START + 3600)
+    extra = Grant("own", "requests/day", 1, START + 3600)
+    everyone = Subject(limits=limits("requests=1/day", "concurrency=9"), grants=(grant,))
+    await desk.write(
+        {
+            "tenant/*": everyone,
+            ALICE: Subject(limits=(Limit("total-tokens", 5, "day", shadow=True),)),
+            "tenant/bob": Subject(limits=limits("requests=2/day"), grants=(extra,)),
+        }
+    )
+    for name, passing in ((ALICE, 2), ("tenant/bob", 4), ("tenant/carol", 2)):
+        for _ in range(passing):
+            await desk.granted(name, tokens(10))
+        refused = await desk.denied(name, tokens(10))
+        assert named(refused, desk.plan(name)) == f"{name} requests/day"
+    assert len(desk.plan(ALICE).checks) == 3
+
+
+async def test_an_end_or_a_block_of_all_is_one_of_each(desk: Desk) -> None:
+    await desk.write(
+        {
+            "tenant/*": Subject(expires=START + 60),
+            "team/*": Subject(blocked="audit"),
+            ALICE: Subject(limits=limits("requests=1/day"), expires=START + 3600),
+            "tenant/bob": Subject("team/search"),
+            "team/search": Subject(limits=limits("requests=1/day")),
+        }
+    )
+    assert desk.plan(ALICE).barred is None
+    assert desk.plan("tenant/bob").barred == ("team/search", "audit")
+    desk.clock.now += 60
+    for name in (ALICE, "tenant/bob", "tenant/carol"):
+        assert desk.plan(name).barred == (name, "expired")
+
+
 async def test_concurrency_is_what_is_open(desk: Desk) -> None:
     await desk.limit(ALICE, "concurrency=2")
     first = await desk.granted(ALICE, tokens(1))
@@ -159,7 +194,7 @@ async def test_a_reservation_that_outlives_its_time_is_given_back(desk: Desk) ->
     assert await desk.store.verify() == []
 
 
-@pytest.mark.parametrize("late", [1.0, LATE_SECONDS - 1])
+@pytest.mark.parametrize("late", [1.0, 3599.0])
 async def test_an_end_after_the_expiry_is_charged_all_the_same_once(
     desk: Desk, late: float
 ) -> None:
