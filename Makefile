@@ -42,6 +42,8 @@ lint: setup
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -Ipicker/quota=proto --python_out=. --pyi_out=. \
 	  picker/quota/admin.proto
+	$(BIN)/python -m grpc_tools.protoc -Ipicker/replicas=proto --python_out=. --pyi_out=. \
+	  picker/replicas/replica.proto
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

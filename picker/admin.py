@@ -34,6 +34,8 @@ from picker.prefix.match import PrefixProducer
 from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
+from picker.replicas.gauges import ReplicaGauges
+from picker.replicas.replicas import Replicas
 from picker.request import parse
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Views:
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
+    replicas: Callable[[], Replicas | None] = lambda: None  # where there are other pickers
     gate: Gate | None = None  # where there are quotas or flow control
     started: float = field(default_factory=time.time)  # Unix seconds
 
@@ -121,6 +124,8 @@ class Pages:
             all_pages.append(FlowGauges(self._fairness).page())
         if self._gate is not None and self._gate.quotas is not None:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
+        if (replicas := self._views.replicas()) is not None:
+            all_pages.append(ReplicaGauges(replicas).page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -147,6 +152,7 @@ class Pages:
     async def state(self, request: web.Request) -> web.Response:
         """The pods as the picker sees them now. `null` is a number that a pod does not tell."""
         views = self._views
+        replicas = views.replicas()
         canonical = msgspec.json.encode(as_data(views.config()), order="deterministic")
         pods = []
         for address, endpoint in views.pool.endpoints.items():
@@ -163,6 +169,8 @@ class Pages:
                     "kvUsage": load.kv_usage,
                     "inflightRequests": load.inflight,
                     "inflightTokens": load.inflight_tokens,
+                    "elsewhereRequests": load.elsewhere.requests,
+                    "elsewhereTokens": load.elsewhere.tokens,
                     "kvTokens": load.kv_tokens,
                     "runningAdapters": sorted(load.adapters.running),
                     "waitingAdapters": sorted(load.adapters.waiting),
@@ -178,6 +186,7 @@ class Pages:
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
+                "replicas": replicas and replicas.state(),
             }
         )
 

@@ -269,6 +269,15 @@ class ReplicasSection(Section, frozen=True):
 
     peers: list[str] = []  # ip:port of their listen.replica; ours among them does no harm
     service: str = ""  # name:port of a headless service that names them, in place of `peers`
+    secret: str = ""  # a file of 16 bytes or more that only they know; empty: whoever asks is told
+
+
+class PickerAddress(Section, frozen=True):
+    """Where Envoy reaches one picker."""
+
+    host: str = "127.0.0.1"
+    grpc: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9002
+    http: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9004
 
 
 class Envoy(Section, frozen=True):
@@ -282,6 +291,7 @@ class Envoy(Section, frozen=True):
     timeout: Duration = Duration(3600.0)  # of a whole response
     idle_timeout: Duration = Duration(600.0)  # between two bytes of one
     retries: Few = 1
+    pickers: list[PickerAddress] = []  # empty: the one of `listen`
 
 
 class Config(Section, frozen=True):

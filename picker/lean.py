@@ -23,6 +23,7 @@ from picker.exchange import unknown_method
 from picker.names import (
     DESTINATION,
     METHODS,
+    OWNER,
     PICK_PATH,
     REFUSAL,
     REFUSED,
@@ -70,6 +71,7 @@ class LeanServer:
         self.max_body = config.max_body
         self.reads_usage = config.usage
         self.tickets = Tickets()
+        self.owner = ""  # in names of requests: who picked, where there are several pickers
         self.connections: set[Connection] = set()
         self.held = 0  # bytes of unfinished bodies
         self.draining = False
@@ -368,6 +370,8 @@ class Connection(asyncio.Protocol):
             lines += f"\r\n{REQUEST_ID}: {pick.request_id}"
         for header, value in pick.client_headers:
             lines += f"\r\n{header}: {value}"
+        if self._server.owner:
+            lines += f"\r\n{STREAM}: {name}{OWNER}{self._server.owner}"
         if pick.splice is not None:
             if self._server.reads_usage and pick.splice.growth <= room:
                 lines += _splice(pick.splice)

@@ -45,6 +45,7 @@ OWNED_HEADERS = (
 
 # Our own, between Envoy and the picker
 STREAM = "x-warmpath-stream"  # the lean profile's name of one request, made by Envoy
+OWNER = "@"  # in it, between that and the picker who picked, where there are several
 REFUSAL = "x-warmpath-refusal"  # a 503's body, carried as a header to a direct response
 REFUSED = "x-warmpath-refused"  # the reason of a refusal, shown to the client
 SPLICE = "x-warmpath-splice"  # how Envoy shall change a body: bytes before, bytes to drop, text

@@ -27,6 +27,8 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.replicas.known import Known
+from picker.replicas.replicas import Replicas, check_settings, is_one_of_many, read_secret
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -49,6 +51,7 @@ class Ports:
     health: int
     admin: int
     quota: int | None  # where there is a service to administer quotas
+    replica: int | None  # where there are other pickers
 
 
 class Service:
@@ -62,11 +65,16 @@ class Service:
     """
 
     def __init__(self, config: Config) -> None:
+        check_settings(config)
         self.config = config
         self._pool = Pool(config.pool.name)
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
-        self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
+        if self._events is None:
+            self._prompts = ApproximatePrefix(self._pool, config.prefix)
+        else:
+            self._prompts = self._events.approximate
+        self._prefix: PrefixProducer = self._events or self._prompts
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
         if config.quota.enabled or config.flow.enabled:
@@ -74,13 +82,15 @@ class Service:
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
         self._journal = Journal()
+        self._replicas: Replicas | None = None  # where there are other pickers
         scheduler = Scheduler(config.scheduling)
+        self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
         self.director = Director(
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
             scheduler=scheduler,
-            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            sessions=self._sessions,
             metrics=self._metrics,
             journal=self._journal,
             models=frozenset(config.models),
@@ -124,8 +134,11 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
             quota=await self._start_quota_admin(servers),
+            replica=await self._join(servers),
         )
         await self._prefix.start()
+        if self._replicas is not None:
+            await self._replicas.start()
         await self._scraper.start()
         return ports
 
@@ -136,6 +149,8 @@ class Service:
         """
         await self._scraper.first_round()
         await self._prefix.first_round()
+        if self._replicas is not None:
+            await self._replicas.first_round()
         assert self._servers is not None, "started"
         await self._servers.lean.serve()
         self._not_ready = None
@@ -154,6 +169,8 @@ class Service:
     async def stop(self) -> None:
         """End everything now."""
         self._not_ready = "stopped"
+        if self._replicas is not None:
+            await self._replicas.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -195,6 +212,31 @@ class Service:
         servers.quota = QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
         return await _listen(servers.quota, listen.host, listen.quota, "quota")
 
+    async def _join(self, servers: _Servers) -> int | None:
+        """Let other pickers follow us, where there are any. Returns the port."""
+        config = self.config
+        if not is_one_of_many(config):
+            return None
+        secret = read_secret(config)
+        naming = 0
+        if self._events is not None and secret:
+            from picker.prefix import keys
+
+            naming = keys.share(secret)
+        known = Known(
+            self._pool,
+            self._load,
+            self._prompts,
+            self._sessions,
+            None if self._gate is None else self._gate.flow,
+            None if self._events is None else self._events.index,
+            naming,
+        )
+        self._replicas = replicas = Replicas(config, known, secret, servers.access_log.handed)
+        servers.access_log.others = replicas.news
+        servers.lean.owner = f"{replicas.replica:016x}"
+        return await _listen(replicas.server, config.listen.host, config.listen.replica, "replica")
+
     def _quota_store(self) -> Store:
         """The one store: requests and administrators meet there."""
         if self._store is None:
@@ -211,6 +253,7 @@ class Service:
             metrics=self._metrics,
             config=lambda: self.config,
             not_ready=lambda: self._not_ready,
+            replicas=lambda: self._replicas,
             gate=self._gate,
         )
 
@@ -235,7 +278,8 @@ class _Servers:
     def __init__(self, director: Director, config: Config, pool: Pool, views: Views) -> None:
         self.ext_proc = ExtProcServer(director, config)
         self.lean = LeanServer(director, config)
-        AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
+        self.access_log = AccessLogService(self.lean.tickets)
+        self.access_log.add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
         self.health = Health()
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
