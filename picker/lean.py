@@ -25,6 +25,7 @@ from picker.names import (
     METHODS,
     OWNER,
     PICK_PATH,
+    READY_PATH,
     REFUSAL,
     REFUSED,
     REQUEST_ID,
@@ -50,7 +51,10 @@ _PICKED = f"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n{DESTINATION}: ".encode()
 _END = b"\r\n\r\n"
 _LAST = b"\r\nconnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_IS_READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+_IS_NOT = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _PREFIX = PICK_PATH.encode()
+_READY = READY_PATH.encode()
 _USUAL = {  # headers of nearly every request, by their names as Envoy writes them; "": not read
     b"host": "",
     b"x-envoy-internal": "",
@@ -74,6 +78,7 @@ class LeanServer:
         self.owner = ""  # in names of requests: who picked, where there are several pickers
         self.connections: set[Connection] = set()
         self.held = 0  # bytes of unfinished bodies
+        self.ready = False  # as told at READY_PATH
         self.draining = False
         self._config = config
         self._server: asyncio.Server | None = None
@@ -102,6 +107,7 @@ class LeanServer:
         """Take connections. Envoy does not ask this port whether the picker is ready."""
         assert self._server is not None, "started"
         await self._server.start_serving()
+        self.ready = True
 
     async def drain(self) -> None:
         """Let Envoy go elsewhere: take no connection, and close those that are idle.
@@ -319,6 +325,9 @@ class Connection(asyncio.Protocol):
         """Where to go, or why nowhere; None: that is answered later."""
         director = self._server.director
         name = self._headers.get(STREAM)
+        if not name and self._url == _READY:
+            self._tell_ready()
+            return None
         if not name:
             return self._refuse(
                 400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
@@ -378,6 +387,15 @@ class Connection(asyncio.Protocol):
             else:
                 pick.splice = None
         return lines
+
+    def _tell_ready(self) -> None:
+        """To an Envoy that may ask other pickers."""
+        assert self._transport is not None
+        if self._server.ready:
+            self._transport.write(_IS_READY)
+        else:
+            self._transport.write(_IS_NOT)
+            self._transport.close()
 
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""

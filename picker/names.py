@@ -52,6 +52,7 @@ SPLICE = "x-warmpath-splice"  # how Envoy shall change a body: bytes before, byt
 RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP
+READY_PATH = "/ready"  # there, whether it is ready
 SET_RETRY_ON = "x-warmpath-set-retry-on"  # gRPC metadata: what the picker shall set RETRY_ON to
 JWT_NAMESPACE = "envoy.filters.http.jwt_authn"  # dynamic metadata of verified tokens
 USAGE_NAMESPACE = "warmpath"  # dynamic metadata that usage.lua sets

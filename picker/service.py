@@ -161,6 +161,7 @@ class Service:
         assert self._servers is not None, "started"
         self._not_ready = "draining"
         self._servers.health.set_ready(False)
+        self._servers.lean.ready = False
         await asyncio.sleep(min(LAME_SECONDS, self.config.drain))
         log.info("Draining, for at most %g s", self.config.drain)
         lean = asyncio.ensure_future(self._servers.lean.drain())
