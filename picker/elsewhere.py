@@ -15,6 +15,7 @@ class Share(NamedTuple):
     tokens: int = 0  # of their prompts, before their first tokens
     sent: int = 0  # requests ever
     waiting: int = 0  # of these: unanswered, and seen by no scrape of that picker
+    age: float = 0.0  # seconds since the last of them was sent
 
 
 class _Other:
@@ -24,18 +25,19 @@ class _Other:
 
     def __init__(self) -> None:
         self.share = Share()
-        self.unseen: deque[tuple[float, int]] = deque()  # when we heard of how many requests
+        self.unseen: deque[tuple[float, int]] = deque()  # when how many requests were sent
 
-    def told(self, share: Share, now: float) -> int:
+    def told(self, share: Share, now: float, scraped: float) -> int:
         new = share.sent - self.share.sent
         if new < 0:  # it counts anew
             new = share.waiting
         self.share = share
-        if new > 0:
-            self.unseen.append((now, new))
+        sent = now - max(0.0, share.age)
+        if new > 0 and sent > scraped:
+            self.unseen.append((sent, new))
             if len(self.unseen) > MAX_UNSEEN:
-                (_, first), (heard, second) = self.unseen.popleft(), self.unseen.popleft()
-                self.unseen.appendleft((heard, first + second))
+                (_, first), (sent, second) = self.unseen.popleft(), self.unseen.popleft()
+                self.unseen.appendleft((sent, first + second))
         return new
 
     def seen(self, began: float) -> None:
@@ -59,13 +61,16 @@ class Elsewhere:
         self.tokens = 0
         self.waiting = 0
 
-    def told(self, replica: int, share: Share | None, now: float) -> bool:
-        """A picker's share is this from now on; None: it is gone. Returns whether it sent more."""
+    def told(self, replica: int, share: Share | None, now: float, scraped: float) -> bool:
+        """A picker's share is this from now on; None: it is gone. Returns whether it sent more.
+
+        `scraped`: when our last scrape that was answered began, by the same clock as `now`.
+        """
         new = 0
         if share is None:
             self._others.pop(replica, None)
         else:
-            new = self._others.setdefault(replica, _Other()).told(share, now)
+            new = self._others.setdefault(replica, _Other()).told(share, now, scraped)
         self._add_up()
         return new > 0
 

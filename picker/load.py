@@ -223,7 +223,8 @@ class Load:
         if not endpoint.alive:
             return Share()
         pod = self._pods[endpoint.slot]
-        return Share(pod.inflight, pod.tokens, pod.sent, len(pod.picks))
+        age = self.clock() - pod.picks[-1] if pod.picks else inf
+        return Share(pod.inflight, pod.tokens, pod.sent, len(pod.picks), age)
 
     def told_elsewhere(self, endpoint: Endpoint, replica: int, share: Share | None) -> None:
         """Another picker has this on an endpoint; None: it is gone."""
@@ -234,7 +235,7 @@ class Load:
         if pod.elsewhere is None:
             pod.elsewhere = Elsewhere()
         waiting = pod.elsewhere.waiting
-        sent = pod.elsewhere.told(replica, share, self.clock())
+        sent = pod.elsewhere.told(replica, share, self.clock(), pod.began)
         self._table[_WAITING, slot] += pod.elsewhere.waiting - waiting
         self._show(slot, pod)
         if sent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from math import inf
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from picker.replicas.known import Known, incarnation
 from picker.replicas.outbox import Outbox
 from picker.replicas.totals import Totals, Who
 
-BATCH_SECONDS = 0.02  # that changes are collected
+SOON_SECONDS = 0.002  # that changes are collected after a pause
+BATCH_SECONDS = 0.01  # from one update to the next
 BEAT_SECONDS = 1.0  # without any, after which followers are told that we live
 BATCH_BYTES = 256 << 10  # of block keys, that are sent without further waiting
 SNAPSHOT_BLOCKS = 1 << 18  # of all pods together: 2 MiB of keys
@@ -41,6 +43,7 @@ class News:
         self._number = 0
         self._outboxes: list[Outbox] = []
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
+        self._flushed = -inf  # the last one, by the loop's clock
         self._beat: asyncio.TimerHandle | None = None
         self._loads: dict[Endpoint, None] = {}
         self._chains: dict[Endpoint, list[bytes]] = {}
@@ -150,7 +153,9 @@ class News:
 
     def _soon(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self.flush)
+            loop = asyncio.get_running_loop()
+            when = max(self._flushed + BATCH_SECONDS, loop.time() + SOON_SECONDS)
+            self._timer = loop.call_at(when, self.flush)
 
     # Telling
 
@@ -159,6 +164,7 @@ class News:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._flushed = asyncio.get_running_loop().time()
         if self._loads or self._keys or self._services or self._sessions:
             self._tell_all(self._changes())
         for outbox in self._outboxes:
@@ -218,7 +224,7 @@ class News:
         update.begin.running = self.running
         load = self._known.load
         for endpoint in self._known.pool.endpoints.values():
-            if any(load.share(endpoint)):
+            if load.share(endpoint).sent:
                 self._add_load(update, endpoint)
         yield self._told(update)
         update = self._update()
@@ -262,6 +268,7 @@ class News:
             tokens=share.tokens,
             sent=share.sent,
             waiting=share.waiting,
+            age=share.age,
         )
 
     def _add_chains(self, update: pb.Update, endpoint: Endpoint, chains: list[bytes]) -> None:

@@ -53,18 +53,20 @@ class Pod(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("pod", "requests", "tokens", "sent", "waiting")
+    __slots__ = ("pod", "requests", "tokens", "sent", "waiting", "age")
     POD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     pod: Pod
     requests: int
     tokens: int
     sent: int
     waiting: int
-    def __init__(self, pod: _Optional[_Union[Pod, _Mapping]] = ..., requests: _Optional[int] = ..., tokens: _Optional[int] = ..., sent: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    age: float
+    def __init__(self, pod: _Optional[_Union[Pod, _Mapping]] = ..., requests: _Optional[int] = ..., tokens: _Optional[int] = ..., sent: _Optional[int] = ..., waiting: _Optional[int] = ..., age: _Optional[float] = ...) -> None: ...
 
 class Learned(_message.Message):
     __slots__ = ("naming", "pod", "chains", "tails")

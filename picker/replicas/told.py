@@ -112,7 +112,7 @@ class Told:
                 continue
             if before is None or before.number < number:
                 counts = (load.requests, load.tokens, load.sent, load.waiting)
-                share = Share(*(min(count, MAX_COUNT) for count in counts))
+                share = Share(*(min(count, MAX_COUNT) for count in counts), load.age)
                 self._share(update.replica, replica, load.pod, _Load(number, "", share))
         if update.HasField("begin"):
             named = {load.pod.address for load in update.loads}
