@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ class Site:
         found = self.admins[picker].get("/debug/decisions", params={"request_id": request_id})
         async with found as response:
             return (await response.json())["decisions"][0] if response.status == 200 else None
+
+    async def decisions(self, picker: int) -> list[Any]:
+        async with self.admins[picker].get("/debug/decisions") as response:
+            return list((await response.json())["decisions"])
 
     async def counted(self, picker: int) -> float:
         """Requests and tokens on all pods, its own and others', as a picker counts them."""
@@ -158,8 +163,14 @@ async def test_two_pickers_find_as_much_in_caches_as_one(profile: Profile, tmp_p
                 ratios.append(await hit_ratio(site))
                 for picker in range(pickers):
                     await until(lambda picker=picker: site.counted(picker), 0)
+                # Whichever picker Envoy told the end of a request: it is known where it was picked.
+                picks = [await site.decisions(picker) for picker in range(pickers)]
+                assert all(picks)
+                assert sum(map(len, picks)) == 36
+                for pick in chain(*picks):
+                    assert pick["outcome"] == "completed"
+                    assert pick["usage"]["promptTokens"] > 0
     one, two = ratios
-    print(ratios)
     assert one > 0.5
     assert two >= 0.97 * one
 
