@@ -62,7 +62,7 @@ async def one(quotas: Quotas, number: int) -> None:
     admission = await quotas.admit(ask(number))
     assert isinstance(admission, Admission)
     assert not admission.degraded, "the store was down"
-    await quotas.settle(admission, USAGE)
+    quotas.settle(admission, USAGE)
 
 
 async def figures(

@@ -38,7 +38,7 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 HalfShare = Annotated[float, msgspec.Meta(gt=0, le=0.5)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
-Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+Weight = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -244,7 +244,7 @@ class Quota(Section, frozen=True):
 
 class RewriteTarget(Section, frozen=True):
     model: str
-    weight: Weight = 1
+    weight: Weight = 1  # of all its rule's; where all are 0, they share evenly
 
 
 class Rewrite(Section, frozen=True):
@@ -308,6 +308,10 @@ class Config(Section, frozen=True):
     flow: Flow = Flow()
     quota: Quota = Quota()
     rewrites: list[Rewrite] = []  # the first that matches counts
+    # Headers to be believed that name the model to send a request as, before any rule, such as
+    # x-gateway-model-name-rewrite. Anybody who reaches the gateway can send one, unless the gateway
+    # sets or removes it.
+    rewrite_headers: list[str] = []
     replicas: ReplicasSection = ReplicasSection()
     leader_election: LeaderElection = LeaderElection()
     envoy: Envoy = Envoy()

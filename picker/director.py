@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from picker.pool import Endpoint, Pool
 from picker.prefix.match import By, PrefixProducer
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.rewrites import Rewrites
 from picker.schedule import RETRY_SECONDS, Decision, Scheduler
 from picker.sessions import Sessions
-from picker.splice import Splice, ask_for_usage
+from picker.splice import ModelRewrite, Splice, ask_for_usage, name_model
 from picker.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Pick:
     """One request on its way. Whatever ends it, `end` does the work that follows exactly once."""
 
     request_id: str
-    model: str | None
+    model: str | None  # that its pod is asked for
     path: str
     prompt_tokens: int
     decision: Decision
@@ -61,7 +63,8 @@ class Pick:
     picked_at: float  # Unix seconds
     _director: Director
     _session: bytes  # its key
-    splice: Splice | None = None  # what its body is changed by on its way
+    splice: Splice | None = None  # asks for its usage, in its body on its way
+    rewrite: ModelRewrite | None = None  # names the model there, where another was asked for
     passage: Passage | None = None  # through the gate, while it runs, where there is one
     tenant: str | None = None  # the same, to be kept
     waited: float | None = None  # seconds in the queue of flow control, where there is one
@@ -79,6 +82,11 @@ class Pick:
     def destination(self) -> str:
         """`x-gateway-destination-endpoint`: the endpoint, and those to fall back to."""
         return ",".join(self.decision.endpoints)
+
+    @property
+    def asked_model(self) -> str | None:
+        """By the client."""
+        return self.model if self.rewrite is None else self.rewrite.asked
 
     @property
     def predicted_tokens(self) -> int:
@@ -143,6 +151,7 @@ class Director:
         journal: Journal,
         models: frozenset[str] = frozenset(),
         gate: Gate | None = None,
+        rewrites: Rewrites | None = None,
     ) -> None:
         """
         Args:
@@ -160,6 +169,7 @@ class Director:
         self._metrics = metrics
         self._journal = journal
         self._models = models
+        self.rewrites = rewrites or Rewrites()
         self._faults: set[tuple[type[Exception], str]] = set()  # that were logged
 
     def route(
@@ -171,7 +181,7 @@ class Director:
         subset: tuple[str, ...] | None = None,
         claim: str | None = None,
     ) -> Pick | Coroutine[None, None, Pick]:
-        """The endpoint for a request as it came: `request.parse`, the gate, then `pick`.
+        """The endpoint for a request as it came: `request.parse`, rewrite, gate, then `pick`.
 
         Returns the pick itself where nothing has to be waited for, which is what most requests
         meet and spares them a task.
@@ -181,6 +191,8 @@ class Director:
         """
         try:
             request = parse(method, path, headers, body, subset=subset, claim=claim)
+            if self.rewrites.active:
+                self.rewrites.apply(request)
             tokens = self._prefix.prepare(request)
         except Exception as problem:
             raise self._refusal(problem) from None
@@ -265,6 +277,7 @@ class Director:
             _director=self,
             _session=session,
             splice=self._splice(request),
+            rewrite=None if request.asked_model is None else _rewrite(request),
             _credited_tokens=uncached,
         )
         self._load.credit(endpoint, uncached)
@@ -337,16 +350,28 @@ class Director:
         pick._sent_at = -math.inf
 
 
+def _rewrite(request: LLMRequest) -> ModelRewrite:
+    asked, model, value = request.asked_model, request.model, request.model_value
+    assert asked is not None and model is not None and value is not None
+    return ModelRewrite(asked, name_model(request.body, value, model))
+
+
+_TOO_BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # as pods say it
+
+
 def _used(pick: Pick, passage: Passage) -> Usage | None:
     """What a request used, for its quotas; None: nothing that it has to pay for.
 
     A client that leaves pays for its prompt and for what was made for it until then. Whom we or the
-    pods failed pays nothing.
+    pods failed pays nothing, and one whose request was wrong no tokens: it is a request all the
+    same.
     """
     if pick.usage is not None:
         return pick.usage
-    if pick.outcome is Outcome.FAILED or (pick.status is not None and pick.status >= 300):
+    if pick.outcome is Outcome.FAILED or pick.status in _TOO_BUSY:
         return None
+    if pick.status is not None and pick.status >= 300:
+        return Usage(0, None, 0)
     if pick.outcome is Outcome.ABORTED:
         return Usage(passage.prompt_tokens, None, passage.tokens_seen)
     return passage.spent()

@@ -30,10 +30,11 @@ How streams end, seen on Envoy 1.40:
 * Trailers after a buffered body leave that body without end of stream; so does a body that
   BUFFERED_PARTIAL cut.
 
-A pick may change the request's body (`splice`), so that the server tells the usage of a stream. It
-is done where we answer with the body, in full duplex or buffered, and where all of the response's
-body is shown to us, so that what the server adds for it can be taken out again. Elsewhere the body
-goes as it came, and the pick's splice is taken back.
+A pick may change the request's body. By its `splice`, the server tells the usage of a stream; that
+is done where all of the response's body is shown to us, so that what the server adds for it can be
+taken out again; elsewhere the splice is taken back. By its `rewrite`, another model is asked for,
+which has to be; whatever of the response's body is shown to us then gets back the name that the
+client gave. Both need to be shown the whole request's body and to answer with it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from typing import NamedTuple
 from picker.director import Outcome, Pick
 from picker.names import METHODS, OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
 from picker.refusal import Refusal
+from picker.restore import ModelRestorer
+from picker.splice import Splice, apply
 from picker.sse import UsageStripper
 from picker.usage import UsageReader
 
@@ -112,9 +115,10 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """The response's headers go on, with these set."""
+    """The response's headers go on, with these set and those removed."""
 
     headers: Sequence[tuple[str, str]]
+    remove: Sequence[str] = ()
 
 
 Reply = Message | Steer | Await | Chunk | Replace | Tell | Refusal
@@ -138,6 +142,7 @@ REPLACED = ("accept-encoding",)
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
+_NOT_ALL_SHOWN = (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # of a body
 
 
 class Exchange:
@@ -165,7 +170,9 @@ class Exchange:
         "_request_mode",
         "_response_mode",
         "_response_started",
+        "_restorer",
         "_retry_on",
+        "_rewrites",
         "_stripper",
         "_subset",
         "_tell_refusal",
@@ -180,6 +187,7 @@ class Exchange:
         *,
         max_body: int,
         read_usage: bool,
+        rewrites: bool = False,
         retry_on: str | None = None,
     ) -> None:
         """
@@ -187,12 +195,14 @@ class Exchange:
             tell_refusal: told of refusals of our own.
             max_body: bytes of a request's body; a longer one is refused with 413.
             read_usage: look for token usage in the response's body.
+            rewrites: the response's body may have to be changed, if not read.
             retry_on: set this as RETRY_ON on requests without trailers. An Envoy that may retry
                 a request with trailers in full duplex sends its body twice (envoy#45470).
         """
         self._tell_refusal = tell_refusal
         self._max_body = max_body
         self._read_usage = read_usage
+        self._rewrites = rewrites
         self._retry_on = retry_on
         self._request_mode = BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode = BodyMode.FULL_DUPLEX_STREAMED
@@ -210,6 +220,7 @@ class Exchange:
         self._body_unseen = False  # of the response
         self._events = False  # whether the response is a stream of them
         self._usage: UsageReader | None = None
+        self._restorer: ModelRestorer | None = None
         self._stripper: UsageStripper | None = None
         self._left = -1  # bytes of the response's body to come; below 0 when that is not known
         self._last_piece = b""  # of the response's body, which waits for the end of the stream
@@ -309,7 +320,15 @@ class Exchange:
         ask, self.asks = self.asks, None
         self._request_done = True
         self._pick = pick
-        changed = self._changed(pick, None if ask is None else ask.body)
+        changed = None
+        if pick.splice is not None or pick.rewrite is not None:
+            body = None if ask is None else ask.body
+            splices = self._splices(pick, body)
+            if body is not None and splices:
+                if not self._fits(splices, body):
+                    pick.end(Outcome.ABORTED)
+                    return [self._too_large()]
+                changed = apply(splices, body)
         replies: list[Reply] = [self._steer(pick, changed)]
         if self._released is not None:
             body, trailers = self._released
@@ -327,22 +346,28 @@ class Exchange:
         self._give_up()
         return [refusal]
 
-    def _changed(self, pick: Pick, body: bytes | None) -> bytes | None:
-        """The request's body by the pick's splice; None where there is none, or no way for it."""
+    def _splices(self, pick: Pick, body: bytes | None) -> list[Splice]:
+        """What a pick changes in the request's body; the usage that nobody can ask for is not."""
+        must = [] if pick.rewrite is None else [pick.rewrite.splice]
         if pick.splice is None:
-            return None
-        mode = self._request_mode
-        kept = mode is BodyMode.BUFFERED  # by Envoy, up to our limit
+            return must
+        may = [*must, pick.splice]
         if (
-            body is None
-            or not self._read_usage
-            or not (kept or mode is BodyMode.FULL_DUPLEX_STREAMED)
-            or (kept and len(body) + pick.splice.growth > self._max_body)
-            or self._response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL)  # not all is shown
+            body is not None
+            and self._read_usage
+            and self._request_mode in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED)
+            and self._response_mode not in _NOT_ALL_SHOWN
+            and self._fits(may, body)
         ):
-            pick.splice = None
-            return None
-        return pick.splice.apply(body)
+            return may
+        pick.splice = None
+        return must
+
+    def _fits(self, splices: Sequence[Splice], body: bytes) -> bool:
+        """Whether the gateway, where it keeps the body, keeps it up to our limit."""
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            return True
+        return len(body) + sum(splice.growth for splice in splices) <= self._max_body
 
     def _steer(self, pick: Pick, changed: bytes | None) -> Steer:
         headers = self._headers
@@ -369,6 +394,7 @@ class Exchange:
         """The request's mode for an override that turns response bodies off; None: leave them."""
         if (
             self._read_usage
+            or self._rewrites
             or self._request_mode is BodyMode.FULL_DUPLEX_STREAMED
             or self._response_mode in (BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED)
         ):
@@ -419,13 +445,22 @@ class Exchange:
                 asked = self._pick.splice is not None and status.startswith("2")
                 if asked and self._events and self._left < 0:
                     self._stripper = UsageStripper()
+                if self._pick.rewrite is not None and not end:
+                    self._restorer = self._restore(self._pick.rewrite.asked, kind)
                 if self._read_usage:
                     self._usage = UsageReader(kind)
         if end:
             self._complete()
             self.over = True
-        told = None if self._pick is None else self._pick.client_headers
-        return [Tell(told) if told else Message.RESPONSE_HEADERS]
+        told = [] if self._pick is None else self._pick.client_headers
+        remove = () if self._restorer is None else ("content-length",)
+        return [Tell(told, remove) if told or remove else Message.RESPONSE_HEADERS]
+
+    def _restore(self, model: str, content_type: str) -> ModelRestorer | None:
+        is_json = content_type.partition(";")[0].strip().lower().endswith("json")
+        if self._response_mode is BodyMode.NONE or not (self._events or is_json):
+            return None
+        return ModelRestorer(model, events=self._events)
 
     def response_body(self, data: bytes, end: bool) -> Sequence[Reply]:
         self._body_unseen = False
@@ -446,25 +481,31 @@ class Exchange:
             if data and not self._left and not end:
                 self._last_piece = data
                 return _NO_REPLY
-        if self._stripper is not None:
-            return self._strip(self._stripper, data, end)
-        return self._pass_body(Message.RESPONSE_BODY, self._response_mode, data, end)
-
-    def _strip(self, stripper: UsageStripper, data: bytes, end: bool) -> Sequence[Reply]:
-        """Pass a piece of a stream without the usage that its client did not ask for."""
-        left = stripper.feed(data)
-        if end or self._response_mode is BodyMode.BUFFERED:
-            left += stripper.finish()
-        if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
+        if self._stripper is None and self._restorer is None:
+            return self._pass_body(Message.RESPONSE_BODY, self._response_mode, data, end)
+        mode = self._response_mode
+        is_last = end or mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
+        left = self._edited(data, is_last)
+        if mode is BodyMode.FULL_DUPLEX_STREAMED:
             return _pieces(Message.RESPONSE_BODY, left, end=end) if left or end else _NO_REPLY
         return [Message.RESPONSE_BODY if left == data else Replace(Message.RESPONSE_BODY, left)]
+
+    def _edited(self, data: bytes, is_last: bool) -> bytes:
+        """A piece of the body as its client shall see it: with the name of the model that it asked
+        for, without the usage that it did not ask for."""
+        for editor in (self._restorer, self._stripper):
+            if editor is not None:
+                data = editor.feed(data)
+                if is_last:
+                    data += editor.finish()
+        return data
 
     def response_trailers(self) -> Sequence[Reply]:
         self._complete()
         self.over = True
         last = self._with_last_piece(b"")
-        if self._stripper is not None and self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
-            last += self._stripper.finish()
+        if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            last = self._edited(last, is_last=True)
         pieces = _pieces(Message.RESPONSE_BODY, last, end=False) if last else []
         return [*pieces, Message.RESPONSE_TRAILERS]
 

@@ -7,7 +7,6 @@ Whoever enters leaves, exactly once, whatever ends the request.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,7 +115,6 @@ class Gate:
         if config.flow.enabled:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)
-        self._settling: set[asyncio.Task[None]] = set()
 
     async def start(self, store: Callable[[], Store]) -> None:
         """Read the limits. `store` of them is opened where they are to hold.
@@ -133,13 +131,13 @@ class Gate:
         """Refuse what waits, and settle what has ended."""
         if self.flow is not None:
             self.flow.close()
-        await self.settled()
         if self.quotas is not None:
             await self.quotas.close()
 
     async def settled(self) -> None:
         """Wait until the quotas know of all that has ended."""
-        await asyncio.gather(*self._settling)
+        if self.quotas is not None:
+            await self.quotas.settled()
 
     async def enter(self, request: LLMRequest) -> Passage:
         """Wait until a request may go.
@@ -153,7 +151,7 @@ class Gate:
         try:
             if self.quotas is not None:
                 passage.admission = await self._admit(self.quotas, caller, request)
-            if self.flow is not None:
+            if self.flow is not None and request.method == "POST":  # others cost a pod nothing
                 visit = passage.visit = self.flow.visit(
                     caller.tenant,
                     request.headers,
@@ -186,7 +184,7 @@ class Gate:
         answer = await quotas.admit(
             Ask(
                 caller.subject,
-                request.model or "",
+                request.asked_model or request.model or "",
                 request.prompt_tokens,
                 request.most_output,
                 caller.digest,
@@ -224,9 +222,7 @@ class Gate:
             else:
                 self.flow.left(passage.visit)  # it knows what was seen or estimated
         if self.quotas is not None and passage.admission is not None:
-            settling = asyncio.create_task(self.quotas.settle(passage.admission, usage, whole=told))
-            self._settling.add(settling)
-            settling.add_done_callback(self._settling.discard)
+            self.quotas.settle(passage.admission, usage, whole=told)
 
     def _estimated(self, passage: Passage, tokens: int) -> None:
         if passage.most_output is not None:

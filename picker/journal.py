@@ -59,7 +59,8 @@ def summary(pick: Pick) -> dict[str, Any]:
     return {
         "requestId": pick.request_id,
         "pickedAt": pick.picked_at,  # Unix seconds
-        "model": pick.model,
+        "model": pick.asked_model,
+        "targetModel": pick.model,  # another one where it was rewritten
         "path": pick.path,
         "tenant": pick.tenant,  # None where no quotas and no queue ask for it
         "waitedSeconds": pick.waited,  # None without a queue

@@ -18,7 +18,7 @@ from typing import cast
 import httptools
 
 from picker.config import Config
-from picker.director import Director, Pick
+from picker.director import Director, Outcome, Pick
 from picker.exchange import unknown_method
 from picker.names import (
     DESTINATION,
@@ -34,7 +34,7 @@ from picker.names import (
     STREAM,
 )
 from picker.refusal import Refusal
-from picker.splice import Splice
+from picker.splice import ModelRewrite, Splice
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
             key = name.decode("latin-1").lower()
         elif not key:
             return
-        text = value.decode("latin-1")
+        text = value.decode("utf-8", "replace")  # a tenant's name may be any
         headers = self._headers
         headers[key] = f"{headers[key]},{text}" if key in headers else text
 
@@ -365,14 +365,21 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._answer(answer)
 
-    def _picked(self, pick: Pick, name: str, told: str | None, room: int) -> str:
-        """The answer's headers.
+    def _picked(self, pick: Pick, name: str, told: str | None, room: int) -> str | Refusal:
+        """The answer's headers, or why there can be none.
 
         Args:
             name: the stream's.
             told: the request id that came.
             room: bytes that the body may gain.
         """
+        changes = ""
+        if pick.splice is not None or pick.rewrite is not None:
+            changed = self._changes(pick, room)
+            if changed is None:
+                pick.end(Outcome.ABORTED)
+                return self._refuse(*self._over_limit())
+            changes = changed
         self._server.tickets.open(name, pick)
         lines = pick.destination
         if pick.request_id != told:  # the client's was unfit
@@ -381,12 +388,19 @@ class Connection(asyncio.Protocol):
             lines += f"\r\n{header}: {value}"
         if self._server.owner:
             lines += f"\r\n{STREAM}: {name}{OWNER}{self._server.owner}"
-        if pick.splice is not None:
-            if self._server.reads_usage and pick.splice.growth <= room:
-                lines += _splice(pick.splice)
-            else:
-                pick.splice = None
-        return lines
+        return lines + changes
+
+    def _changes(self, pick: Pick, room: int) -> str | None:
+        """The header that has Envoy change the body; None where it would not fit."""
+        if pick.rewrite is not None:
+            room -= pick.rewrite.splice.growth
+            if room < 0:
+                return None
+        if pick.splice is not None and not (
+            self._server.reads_usage and pick.splice.growth <= room
+        ):
+            pick.splice = None
+        return splice_header(pick.splice, pick.rewrite)
 
     def _tell_ready(self) -> None:
         """To an Envoy that may ask other pickers."""
@@ -416,9 +430,12 @@ class Connection(asyncio.Protocol):
         if last:
             transport.close()
 
-    def _too_large(self) -> None:
+    def _over_limit(self) -> tuple[int, str, str]:
         limit = self._server.max_body
-        self._break(413, "body_too_large", f"the request body is over the limit of {limit} bytes")
+        return 413, "body_too_large", f"the request body is over the limit of {limit} bytes"
+
+    def _too_large(self) -> None:
+        self._break(*self._over_limit())
 
     def _break(
         self, status: int, reason: str, message: str, *, retry_after: int | None = None
@@ -433,9 +450,18 @@ class Connection(asyncio.Protocol):
         self._body = []
 
 
-def _splice(splice: Splice) -> str:
-    """The header by which Envoy changes the body, for splice.lua."""
-    return f"\r\n{SPLICE}: {splice.offset} {splice.drop} {splice.text.decode('ascii')}"
+def splice_header(usage: Splice | None, rewrite: ModelRewrite | None) -> str:
+    """The header by which Envoy changes the body and undoes it in the answer, for splice.lua."""
+    if usage is None and rewrite is None:
+        return ""
+    name = "" if rewrite is None else json.dumps(rewrite.asked).replace("\x7f", "\\u007f")
+    splices = [] if usage is None else [usage]
+    if rewrite is not None:
+        splices.append(rewrite.splice)
+    told = f"\r\n{SPLICE}: {int(usage is not None)} {len(name)} {name}"
+    for splice in sorted(splices):
+        told += f"{splice.offset} {splice.drop} {len(splice.text)} {splice.text.decode('ascii')}"
+    return told
 
 
 def _refused(refusal: Refusal, end: bytes, *, no_body: bool) -> bytes:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,16 @@ class PodLoad:
     kv_tokens: int | None  # size of its KV cache
     adapters: Adapters
     elsewhere: Share  # what other pickers have there
+
+
+class SlotLoad(NamedTuple):
+    """The load of one slot, for who asks before each pick. NaN where its pod does not tell."""
+
+    fresh: bool
+    waiting: float  # as told, with our picks since that were not answered
+    running: float
+    kv_usage: float
+    inflight: float
 
 
 @dataclass(slots=True)
@@ -98,6 +108,8 @@ class Load:
         # Told of each change of what we have on a pod ourselves, where somebody wants to know.
         self.on_change: Callable[[Endpoint], None] | None = None
         self.clock = clock
+        # Slots whose load is another than when their only reader last cleared this.
+        self.changed: set[int] = set()
         self._pool = pool
         self._stale_after = stale_after
         self._table = np.zeros((5, 0), np.float32)
@@ -140,6 +152,22 @@ class Load:
             rows.slots == session.slot if home and session is not None else rows.nowhere,
         )
 
+    def at(self, slot: int) -> SlotLoad:
+        """The load of one slot now."""
+        waiting, running, kv_usage, inflight, _ = self._table[:, slot].tolist()
+        fresh = bool(self._trusted_until[slot] >= self.clock())
+        return SlotLoad(fresh, waiting, running, kv_usage, inflight)
+
+    def fresh_until(self) -> float:
+        """When one that is fresh now is the first not to be, unless it answers until then.
+
+        By `clock`. Those that are asked later are trusted for `stale_after` from then on, so that
+        nothing new is missed by whoever looks again that often.
+        """
+        now = self.clock()
+        ends = self._trusted_until[self._trusted_until >= now]
+        return min(float(ends.min(initial=inf)), now + self._stale_after)
+
     def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
         """Until when pods are trusted, their last cold picks, and the table's rows."""
         return (self._trusted_until[chosen], self._cold_at[chosen], *self._table[:, chosen])
@@ -170,6 +198,7 @@ class Load:
             self.on_change(endpoint)
 
     def _show(self, slot: int, pod: _Pod) -> None:
+        self.changed.add(slot)
         if pod.elsewhere is None:
             self._table[_INFLIGHT, slot] = pod.inflight
             self._table[_TOKENS, slot] = pod.tokens
@@ -191,6 +220,7 @@ class Load:
         pod.picks.append(now)
         if len(pod.picks) > MAX_PICKS:
             pod.picks.popleft()
+        self.changed.add(slot)
         self._table[_WAITING, slot] += 1.0
         if cold:
             self._cold_at[slot] = now
@@ -208,6 +238,7 @@ class Load:
         picks = self._pods[endpoint.slot].picks
         if picks and picked_at >= picks[0] and picked_at in picks:
             picks.remove(picked_at)
+            self.changed.add(endpoint.slot)
             self._table[_WAITING, endpoint.slot] -= 1.0
 
     def moved(self, picked: Endpoint, served: Endpoint, picked_at: float) -> None:
@@ -261,6 +292,7 @@ class Load:
         pod = self._pods[slot]
         while pod.picks and pod.picks[0] <= began:
             pod.picks.popleft()
+        self.changed.add(slot)
         waiting = len(pod.picks)
         if pod.elsewhere is not None:
             pod.elsewhere.seen(began)
@@ -299,6 +331,7 @@ class Load:
             log.warning("pod %s does not tell its load: %s", endpoint.address, why)
         pod.error = why
         if unreachable:
+            self.changed.add(endpoint.slot)
             self._trusted_until[endpoint.slot] = -inf
 
     def busy(self, endpoint: Endpoint) -> bool:

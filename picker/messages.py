@@ -198,8 +198,8 @@ def encode(reply: Reply) -> bytes:
             return _known_steer(reply) if ours else _steer(reply)
         case Replace(message, data):
             return _replace(message, data)
-        case Tell(headers):
-            return _tell(headers)
+        case Tell():
+            return _tell(reply)
         case Await(responses_off):
             return _AWAIT[responses_off]
         case Refusal():
@@ -237,11 +237,12 @@ def _responses_off(response: ProcessingResponse, request_mode: BodyMode) -> None
     override.response_trailer_mode = ProcessingMode.SEND
 
 
-def _tell(headers: Sequence[tuple[str, str]]) -> bytes:
+def _tell(reply: Tell) -> bytes:
     response = ProcessingResponse()
     mutation = _common(response, Message.RESPONSE_HEADERS).header_mutation
-    for name, value in headers:
+    for name, value in reply.headers:
         _set(mutation.set_headers, name, value)
+    mutation.remove_headers.extend(reply.remove)
     return bytes(response.SerializeToString())
 
 

@@ -20,7 +20,7 @@ from picker.refusal import Refusal
 if TYPE_CHECKING:
     from picker.director import Outcome, Pick
 
-MAX_MODELS = 1000  # distinct names; the others count as "other"
+MAX_MODELS = 100  # distinct names, each with about 190 series; the others count as "other"
 MAX_NAME = 256  # characters of a model's name in a label
 OTHER = "other"
 
@@ -176,8 +176,12 @@ class Result(StrEnum):
     MORE = "more"
 
 
+_Names = str | None | tuple[str, str | None]
+"""The model that is asked for, and the one that this was rewritten to if it was."""
+
+
 class _Model:
-    """What is counted for one model's name."""
+    """What is counted for one model that is asked for, and the one that it is sent as."""
 
     __slots__ = (*MODEL_METRICS, "errors")
 
@@ -221,8 +225,8 @@ class PickerMetrics:
 
     def __init__(self, max_models: int = MAX_MODELS) -> None:
         self._max_models = max_models
-        self._models: dict[str, _Model] = {}  # by label
-        self._by_name: dict[str | None, _Model] = {}  # as requests write it; the same objects
+        self._models: dict[tuple[str, str], _Model] = {}  # by labels
+        self._by_names: dict[_Names, _Model] = {}  # as requests write them; the same objects
         self._pods: dict[Endpoint, _Pod] = {}
         self._refusals: dict[tuple[str, HTTPStatus], int] = {}
         self._picking = Histogram(PICKING.bounds)
@@ -235,7 +239,7 @@ class PickerMetrics:
 
     def picked(self, pick: Pick, seconds: float) -> None:
         """An endpoint was picked, which took this long."""
-        model = self._model(pick.model)
+        model = self._model(pick)
         model.requests += 1
         model.running += 1
         self._pod(pick.endpoint).picks += 1
@@ -246,7 +250,7 @@ class PickerMetrics:
 
     def ended(self, pick: Pick) -> None:
         """A picked request is over; only completed ones are measured."""
-        model, pod = self._model(pick.model), self._pod(pick.endpoint)
+        model, pod = self._model(pick), self._pod(pick.endpoint)
         model.running -= 1
         outcome = pick.outcome
         assert outcome is not None
@@ -290,20 +294,21 @@ class PickerMetrics:
         """A request is served by another endpoint than the picked one."""
         self._moved += 1
 
-    def _model(self, name: str | None) -> _Model:
-        model = self._by_name.get(name)
-        return self._add_model(name) if model is None else model
+    def _model(self, pick: Pick) -> _Model:
+        names = pick.model if pick.rewrite is None else (pick.rewrite.asked, pick.model)
+        model = self._by_names.get(names)
+        return self._add_model(names, pick) if model is None else model
 
-    def _add_model(self, name: str | None) -> _Model:
-        """The numbers of a name's label; names are kept while there are few."""
-        label = _label(name)
-        if label not in self._models and len(self._models) >= self._max_models:
-            label = OTHER
-        model = self._models.get(label)
+    def _add_model(self, names: _Names, pick: Pick) -> _Model:
+        """The numbers of some names' labels; names are kept while there are few."""
+        labels = _label(pick.asked_model), _label(pick.model)
+        if labels not in self._models and len(self._models) >= self._max_models:
+            labels = OTHER, OTHER
+        model = self._models.get(labels)
         if model is None:
-            model = self._models[label] = _Model()
-        if label != OTHER and len(self._by_name) < self._max_models:
-            self._by_name[name] = model
+            model = self._models[labels] = _Model()
+        if labels[0] != OTHER and len(self._by_names) < self._max_models:
+            self._by_names[names] = model
         return model
 
     def _pod(self, endpoint: Endpoint) -> _Pod:
@@ -326,17 +331,18 @@ class PickerMetrics:
         """All of it as Prometheus' text, in small pieces."""
         models = list(self._models.items())
         for attribute, spec in MODEL_METRICS.items():
-            yield from write(
-                spec,
-                (
-                    ((label, label, "0")[: len(spec.labels)], getattr(model, attribute))
-                    for label, model in models
-                ),
-            )
+            if attribute == "running":
+                yield from write(spec, self._running().items())
+            else:
+                rows = (
+                    ((*labels, "0")[: len(spec.labels)], getattr(model, attribute))
+                    for labels, model in models
+                )
+                yield from write(spec, rows)
         pods = [(endpoint.address, pod) for endpoint, pod in self._pods.items()]
         for attribute, spec in POD_METRICS.items():
-            rows = (((address,), getattr(pod, attribute)) for address, pod in pods)
-            yield from write(spec, rows)
+            counts = (((address,), getattr(pod, attribute)) for address, pod in pods)
+            yield from write(spec, counts)
         ended = [
             ((address, str(outcome)), count)
             for address, pod in pods
@@ -355,15 +361,22 @@ class PickerMetrics:
         yield from write(MATCHES, (((by,), count) for by, count in self.matches.items()))
         yield from write(PREDICTIONS, self.predictions.items())
 
-    def _errors(self, models: list[tuple[str, _Model]]) -> list[tuple[Labels, int]]:
+    def _running(self) -> dict[Labels, int]:
+        """Of each model that is asked for, whatever its requests are sent as."""
+        running: dict[Labels, int] = {}
+        for (asked, _), model in self._models.items():
+            running[asked,] = running.get((asked,), 0) + model.running
+        return running
+
+    def _errors(self, models: list[tuple[tuple[str, str], _Model]]) -> list[tuple[Labels, int]]:
         """Those of pods by model; refusals under no model's name, such as `ServiceUnavailable`."""
         refused: dict[str, int] = {}
         for (_, status), count in self._refusals.items():
             code = status.phrase.title().replace(" ", "")
             refused[code] = refused.get(code, 0) + count
         rows: list[tuple[Labels, int]] = [(("", "", code), n) for code, n in refused.items()]
-        for label, model in models:
-            rows += [((label, label, code), count) for code, count in model.errors.items()]
+        for labels, model in models:
+            rows += [((*labels, code), count) for code, count in model.errors.items()]
         return rows
 
 

@@ -59,6 +59,7 @@ class Flat(NamedTuple):
     shown: bytes
     unread: int = 0  # bytes that come after those
     tokens: int | None = None  # of it all, where they were counted
+    prompts: int = 1  # that it is; at most, where it is none that we know
 
 
 _TEXT = b"\x02"
@@ -130,7 +131,8 @@ def flat(raw: Raw | None, names: int) -> Flat:
     except (msgspec.DecodeError, _OtherFormError):
         pass
     other = Conversation(names)
-    return Flat(other.shown(value), other.unread)
+    most = value.count(b",") + 1 if first is not None else 1
+    return Flat(other.shown(value), other.unread, prompts=most)
 
 
 def _texts(value: bytes) -> Flat:
@@ -138,7 +140,8 @@ def _texts(value: bytes) -> Flat:
         raise _OtherFormError
     texts = _VALUES.decode(value)
     unread = sum(map(len, texts[MAX_TEXTS:]))
-    return Flat(b"".join([_text(bytes(text)) for text in texts[:MAX_TEXTS]]), unread)
+    shown = b"".join([_text(bytes(text)) for text in texts[:MAX_TEXTS]])
+    return Flat(shown, unread, prompts=len(texts))
 
 
 def _text(value: bytes) -> bytes:
@@ -150,7 +153,8 @@ def _text(value: bytes) -> bytes:
 def _token_ids(value: bytes, *, nested: bool) -> Flat:
     """Decodes the first `MAX_IDS`; each one more has a comma before it."""
     unread = max(0, value.count(b",") + 1 - MAX_IDS)
-    if nested and value.count(b"[") > MAX_TEXTS:
+    prompts = value.count(b"[") - 1 if nested else 1
+    if prompts >= MAX_TEXTS:
         raise _OtherFormError
     if unread:
         ids = value[: MAX_IDS * _ID_BYTES].split(b",", MAX_IDS)
@@ -173,7 +177,7 @@ def _token_ids(value: bytes, *, nested: bool) -> Flat:
     if sys.byteorder == "big":
         packed.byteswap()
     shown = packed.tobytes() if nested else _IDS + packed.tobytes()
-    return Flat(shown, BYTES_PER_TOKEN * unread, count + unread)
+    return Flat(shown, BYTES_PER_TOKEN * unread, count + unread, prompts)
 
 
 def has_media(shown: bytes) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from posixpath import normpath
+from urllib.parse import unquote
 
 import msgspec
 import numpy as np
@@ -50,7 +52,9 @@ class LLMRequest:
     headers: Mapping[str, str]  # lower-case names
     body: bytes
     kind: Kind
-    model: str | None = None
+    model: str | None = None  # that the pod shall answer with
+    asked_model: str | None = None  # by the client, where that was another
+    model_value: msgspec.Raw | None = field(default=None, compare=False)  # a piece of its body
     prompt: bytes = b""  # what the model will see, in its order; see picker.prompt
     unread: int = 0  # bytes that the prompt has after those, about
     prompt_tokens: int = 0  # of it all: counted for token ids, else a quarter of its bytes
@@ -63,6 +67,11 @@ class LLMRequest:
     claim: str | None = None  # of a token that the gateway has verified: who asks
     # The prompt's tokens, of several prompts the first one's: where picker.prefix.tokens made them.
     token_ids: NDArray[np.uint32] | None = field(default=None, compare=False)
+
+    def send_as(self, model: str) -> None:
+        """Ask for another model than the client did."""
+        self.asked_model, self.model = self.model, model
+        self.salt = _salt(model, self.cache_salt)
 
 
 def parse(
@@ -82,7 +91,9 @@ def parse(
         Refusal: 400: a JSON request of a known API whose body is no JSON object, repeats a field
             that is acted on, or holds a wrong value in one.
     """
-    kind = Kind.OTHER if body is None else _kind(method, path, headers, body)
+    kind, answers = _api(path) if method == "POST" else (Kind.OTHER, False)
+    if body is None or not (kind is Kind.OTHER or _is_json(headers, body)):
+        kind = Kind.OTHER
     request = LLMRequest(_id(headers), method, path, headers, body or b"", kind, subset=subset)
     request.claim = claim
     dialect = _DIALECTS.get(kind)
@@ -91,6 +102,8 @@ def parse(
             _read(request, dialect)
         except RecursionError:
             raise Refusal(400, "invalid_json", "the request body is nested too deeply") from None
+    if not answers:
+        request.most_output = 0
     return request
 
 
@@ -107,13 +120,14 @@ def _read(request: LLMRequest, dialect: _Dialect) -> None:
     names = num_names(request.body)
     found = fields(request.body, _ACTED_ON[request.kind], names)
     request.model = string(found, "model", MAX_MODEL)
+    request.model_value = found.get("model")
     request.cache_salt = string(found, "cache_salt", MAX_CACHE_SALT)
     request.salt = _salt(request.model, request.cache_salt)
-    request.most_output = _most_output(found)
     if dialect.streams:
         request.stream = flag(found, "stream") is True
         request.stream_options = found.get("stream_options")
-    request.prompt, request.unread, tokens = dialect.prompt(found, names)
+    request.prompt, request.unread, tokens, prompts = dialect.prompt(found, names)
+    request.most_output = _most_output(found, prompts)
     if tokens is not None:
         request.prompt_tokens = tokens
     elif num_bytes := len(request.prompt) + request.unread:
@@ -124,13 +138,16 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _ANSWERS = ("n", "best_of")
 
 
-def _most_output(found: Fields) -> int | None:
-    """The greatest limit that an engine may obey, for each answer. Not ours to refuse if wrong."""
+def _most_output(found: Fields, prompts: int) -> int | None:
+    """The greatest limit that an engine may obey, for each answer to each prompt.
+
+    Wrong values are not ours to refuse.
+    """
     limits = [count for name in _LIMITS if (count := _count(found, name)) is not None]
     if not limits:
         return None
     answers = [count for name in _ANSWERS if (count := _count(found, name)) is not None]
-    return max(limits) * max(answers, default=1)
+    return max(limits) * max(answers, default=1) * prompts
 
 
 def _count(found: Fields, name: str) -> int | None:
@@ -243,23 +260,25 @@ _V1 = {
     "generate": Kind.GENERATE,
 }
 _UNVERSIONED = {"tokenize": Kind.TOKENIZE, "generate": Kind.GENERATE}
-
-
-def _kind(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Kind:
-    if method != "POST":
-        return Kind.OTHER
-    kind = _kind_of_path(path)
-    return kind if kind is not Kind.OTHER and _is_json(headers, body) else Kind.OTHER
+_WITHOUT_ANSWER = (Kind.EMBEDDING, Kind.TOKENIZE)
 
 
 @lru_cache(maxsize=256)
-def _kind_of_path(path: str) -> Kind:
-    """By the API's name; a prefix before it, a query and a `/render` behind it do not matter."""
-    path = path.partition("?")[0].removesuffix("/").removesuffix("/render")
-    _, version, name = path.rpartition("/v1/")
+def _api(path: str) -> tuple[Kind, bool]:
+    """Which API a path is of, and whether that answers with tokens that it makes.
+
+    It is read as pods read it, with escapes decoded, so that no spelling goes around a limit. A
+    prefix before the API's name, a query and a `/render` behind it do not matter.
+    """
+    path = normpath(unquote(path.partition("?")[0]))
+    name = path.removesuffix("/render")
+    _, version, versioned = name.rpartition("/v1/")
     if version:
-        return _V1.get(name, Kind.OTHER)
-    return _UNVERSIONED.get(path.rpartition("/")[2], Kind.OTHER)
+        kind = _V1.get(versioned, Kind.OTHER)
+    else:
+        kind = _UNVERSIONED.get(name.rpartition("/")[2], Kind.OTHER)
+    answers = kind not in _WITHOUT_ANSWER and path == name and not path.endswith("/count_tokens")
+    return kind, answers
 
 
 def _is_json(headers: Mapping[str, str], body: bytes) -> bool:

@@ -115,6 +115,7 @@ class ExtProcServer:
             self._director.refused,
             max_body=self._config.max_body,
             read_usage=self._config.usage,
+            rewrites=self._director.rewrites.active,
             retry_on=dict(context.invocation_metadata()).get(SET_RETRY_ON),
         )
         try:

@@ -29,6 +29,7 @@ from picker.quota.store import Store
 from picker.quota.stores import open_store
 from picker.replicas.known import Known
 from picker.replicas.replicas import Replicas, check_settings, is_one_of_many, read_secret
+from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.server import ExtProcServer
@@ -85,6 +86,7 @@ class Service:
         self._replicas: Replicas | None = None  # where there are other pickers
         scheduler = Scheduler(config.scheduling)
         self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
+        self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
         self.director = Director(
             pool=self._pool,
             load=self._load,
@@ -95,6 +97,7 @@ class Service:
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
+            rewrites=self.rewrites,
         )
         self._pool.update(config.pool.endpoints)
         self._not_ready: str | None = "starting"

@@ -1,11 +1,14 @@
-"""A change to a request's body that leaves all its other bytes as they came.
+"""Changes to a request's body that leave all its other bytes as they came.
 
-The one change there is has the server tell the usage of a stream whose client did not ask for it.
-`picker.sse` takes what comes of it out of the answer again.
+One has the server tell the usage of a stream whose client did not ask for it; `picker.sse` takes
+what comes of it out of the answer again. The other names another model; `picker.restore` puts the
+name that was asked for back into the answer.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -37,10 +40,28 @@ class Splice(NamedTuple):
         """Bytes that a body gains."""
         return len(self.text) - self.drop
 
-    def apply(self, body: bytes) -> bytes:
-        """The changed body."""
-        view = memoryview(body)
-        return b"".join((view[: self.offset], self.text, view[self.offset + self.drop :]))
+
+class ModelRewrite(NamedTuple):
+    """A request asks a pod for another model than its client did."""
+
+    asked: str  # by the client: its answer shall name this one
+    splice: Splice  # names the other
+
+
+def apply(splices: Sequence[Splice], body: bytes) -> bytes:
+    """The body, changed at some places that do not overlap."""
+    view = memoryview(body)
+    pieces: list[bytes | memoryview] = []
+    start = 0
+    for splice in sorted(splices):
+        pieces += (view[start : splice.offset], splice.text)
+        start = splice.offset + splice.drop
+    return b"".join((*pieces, view[start:]))
+
+
+def name_model(body: bytes, value: msgspec.Raw, model: str) -> Splice:
+    """What makes a body ask for a model; `value` is the one that the decoder found in it."""
+    return Splice(_offset(body, value), len(value), json.dumps(model).encode())
 
 
 def flag(found: Fields, name: str) -> bool | None:

@@ -142,8 +142,13 @@ def usage_filter() -> HttpFilter:
     return http_filter("envoy.filters.http.lua", Lua(default_source_code=_script("usage.lua")))
 
 
+def may_rewrite(config: Config) -> bool:
+    """Whether the picker may ask for other models than clients do; Kubernetes can tell it to."""
+    return bool(config.rewrites or config.rewrite_headers or config.pool.kubernetes.pool)
+
+
 def splice_filter() -> HttpFilter:
-    """Changes a request's body, and takes out of the response what came of it.
+    """Changes a request's body, and undoes in the response what came of it.
 
     It stands before `usage_filter`, which so reads the response first, and it does nothing but on
     the route of `spliced`.

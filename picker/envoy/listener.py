@@ -67,9 +67,11 @@ def clients(config: Config) -> Listener:
     if config.envoy.profile == "lean":
         mutations.append(lean.stream_header())
         filters = [lean.ext_authz(config)]
-        if config.usage:
-            filters += [lean.splice_filter(), lean.usage_filter()]
+        if config.usage or lean.may_rewrite(config):
+            filters.append(lean.splice_filter())
             routes.insert(0, lean.spliced(routes[0]))
+        if config.usage:
+            filters.append(lean.usage_filter())
         routes.insert(0, lean.refusal_route())
     http = _http(config, "clients", mutations, filters, routes)
     if config.envoy.profile == "lean":

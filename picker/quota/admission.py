@@ -178,10 +178,10 @@ class Quotas:
             pass
         return await self._degraded(f"{id}-here", ask, amounts)
 
-    async def settle(
+    def settle(
         self, admission: Admission | str, usage: Usage | None, *, whole: bool = True
     ) -> None:
-        """A request has ended: replace what it reserved by what it used, once. Never raises.
+        """A request has ended: replace what it reserved by what it used, once and soon.
 
         Args:
             admission: or the id of one, which another picker may have made.
@@ -190,7 +190,7 @@ class Quotas:
         """
         spent = self._spent(usage)
         if isinstance(admission, str):
-            await self._link.settle(Owed(admission, spent))
+            self._link.settle(Owed(admission, spent))
             return
         if admission._settled:
             return
@@ -201,11 +201,15 @@ class Quotas:
         if self._leases is not None and self._leases.settle(admission.id, spent):
             return
         if admission.degraded:
-            await self._shares.settle(admission.id, spent)
+            self._shares.settle(admission.id, spent)
         reserved = not admission.degraded
         plan, at = admission._plan, admission._at
         owed = Owed(admission.id, spent, reserved, ask.subject, ask.model, plan, at)
-        await self._link.settle(owed)
+        self._link.settle(owed)
+
+    async def settled(self) -> None:
+        """Wait until the store has been told of all that ended, or does not answer."""
+        await self._link.settled()
 
     async def find_key(self, digest: str) -> str | None:
         """Whose API key has a digest; keys that are new are looked for in the store."""
@@ -287,11 +291,11 @@ class Quotas:
         counted = prompt - cached + math.ceil(cached * self._config.cached_cost)
         return Spent((1, counted, output, counted + output, 0), prompt, cached, output)
 
-    async def _finish(self, lease: Lease) -> None:
+    def _finish(self, lease: Lease) -> None:
         """Settle a lease that is over."""
         plan = lease.plan
         owed = Owed(lease.id, lease.spent, True, plan.subject, lease.model, plan, lease.at)
-        await self._link.settle(owed)
+        self._link.settle(owed)
 
 
 def _bar(policy: Policy, plan: Plan, ask: Ask) -> Barred | None:

@@ -27,6 +27,11 @@ class Breaker:
         return self._probe_at is not None
 
     @property
+    def failing(self) -> bool:
+        """Whether the last that asked had no answer."""
+        return self._failures > 0
+
+    @property
     def pause(self) -> float:
         """Seconds until the next probe is due; 0 while closed."""
         return max(0.0, self._probe_at - self._clock()) if self._probe_at is not None else 0.0

@@ -68,7 +68,7 @@ class Lease:
     ended: bool = False
 
 
-Finish = Callable[[Lease], Coroutine[Any, Any, None]]
+Finish = Callable[[Lease], None]
 
 
 class Leases:
@@ -175,7 +175,7 @@ class Leases:
             old.completion_tokens + spent.completion_tokens,
         )
         if lease.ended and not lease.open:
-            self._later(self._finish(lease))
+            self._finish(lease)
         return True
 
     async def close(self) -> None:
@@ -207,7 +207,10 @@ class Leases:
         key = lease.plan.subject, lease.model
         if self._leases.get(key) is lease:
             del self._leases[key]
-        self._later(self._shrink(lease) if lease.open else self._finish(lease))
+        if lease.open:
+            self._later(self._shrink(lease))
+        else:
+            self._finish(lease)
 
     async def _shrink(self, lease: Lease) -> None:
         held = lease.spent.amounts

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+AT_ONCE = 64  # settlements that go to the store together
+
 
 class Link:
     """Keeps a policy up to date with a store, and settlements until the store has them.
@@ -35,7 +37,9 @@ class Link:
         self._policy = policy
         self._breaker = Breaker(steady)
         self._reading: asyncio.Task[None] | None = None
-        self._recovering: asyncio.Task[None] | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+        self._quiet = asyncio.Event()  # nothing is being settled
+        self._quiet.set()
 
     @property
     def up(self) -> bool:
@@ -73,7 +77,7 @@ class Link:
         except (StoreDown, asyncio.CancelledError) as problem:
             if isinstance(problem, StoreDown):
                 self._failed(problem)
-            self.owe(Owed(id, FREE))
+            self.settle(Owed(id, FREE))
             raise
         self._breaker.succeeded()
         return answer
@@ -86,79 +90,81 @@ class Link:
         """
         await self.ask(self._read)
 
-    async def settle(self, owed: Owed) -> None:
-        """Settle now, or when the store is back. Never raises."""
-        if not self.up:
-            self.owe(owed)
-            return
-        try:
-            await self._pay_one(owed)
-        except StoreDown as problem:
-            self._failed(problem)
-            self.owe(owed)
-        except asyncio.CancelledError:
-            self.owe(owed)
-            raise
-        else:
-            self._breaker.succeeded()
+    def settle(self, owed: Owed) -> None:
+        """Settle soon, or when the store is back; what it may know nothing of does no harm.
 
-    def owe(self, owed: Owed) -> None:
-        """Settle when the store is back; what it may know nothing of does no harm."""
+        Nobody waits for it, so that what ends together is settled together.
+        """
         self.debts.add(owed)
-        self._recover_later()
+        self._catch_up_later()
+
+    async def settled(self) -> None:
+        """Wait until the store has been told of all that ended, or does not answer."""
+        await self._quiet.wait()
 
     async def close(self) -> None:
         """Settle what can be, and close the store."""
-        if self._recovering is not None:
-            self._recovering.cancel()
-        if not await self._pay():
-            log.warning("%d settlements are lost with this picker", len(self.debts))
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            await asyncio.wait([self._catching_up])
+        try:
+            await self._pay()
+        except StoreDown as problem:
+            lost = len(self.debts)
+            log.warning("%d settlements are lost with this picker: %s", lost, problem)
         await self.store.close()
 
-    async def _pay_one(self, owed: Owed) -> None:
-        if owed.reserved and await self.store.settle(owed.id, owed.spent) is not None:
-            return
-        if owed.plan is not None and owed.spent != FREE:
-            lines = [line_of(check, owed.at) for check in owed.plan.checks]
-            await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
+    async def _pay(self) -> None:
+        """Settle all that the store is owed.
 
-    async def _pay(self) -> bool:
-        """Settle what the store is owed; False when it does not answer."""
-        while (owed := self.debts.first) is not None:
-            try:
-                await self._pay_one(owed)
-            except StoreDown as problem:
-                self._failed(problem)
-                return False
-            self.debts.paid(owed)
-        return True
+        Raises:
+            StoreDown: it does not answer. What it did unheard does no harm when it is sent again.
+        """
+        while batch := self.debts.first(AT_ONCE):
+            ends = [(owed.id, owed.spent) for owed in batch if owed.reserved]
+            found = iter(await self.store.settle_all(ends) if ends else ())
+            for owed in batch:
+                if owed.reserved and next(found) is not None:
+                    continue
+                if owed.plan is not None and owed.spent != FREE:
+                    lines = [line_of(check, owed.at) for check in owed.plan.checks]
+                    await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
+            self.debts.paid(batch)
+            self._breaker.succeeded()
 
     def _failed(self, problem: StoreDown) -> None:
         was_up = self.up
         self._breaker.failed()
         if was_up and not self.up:
             log.error("The quota store is down: %s", problem)
-        self._recover_later()
+        self._catch_up_later()
 
-    def _recover_later(self) -> None:
-        if self._recovering is None or self._recovering.done():
-            self._recovering = asyncio.get_running_loop().create_task(self._recover())
+    def _catch_up_later(self) -> None:
+        if self._catching_up is None or self._catching_up.done():
+            self._quiet.clear()
+            self._catching_up = asyncio.get_running_loop().create_task(self._catch_up())
 
-    async def _recover(self) -> None:
-        """Try the store until it answers and has all that it is owed."""
+    async def _catch_up(self) -> None:
+        """Pay what is owed. A store that failed is tried, by reading it, until it answers."""
         while True:
-            await asyncio.sleep(self._breaker.pause)
-            was_up = self.up
             try:
-                await self._read_once()
+                if self._breaker.failing:
+                    self._quiet.set()
+                    await self._try_again()
+                await self._pay()
             except StoreDown as problem:
                 self._failed(problem)
-                continue
-            self._breaker.succeeded()
-            if not was_up:
-                log.warning("The quota store is back; it is owed %d settlements", len(self.debts))
-            if await self._pay():
+            else:
+                self._quiet.set()
                 return
+
+    async def _try_again(self) -> None:
+        await asyncio.sleep(self._breaker.pause)
+        was_up = self.up
+        await self._read_once()
+        self._breaker.succeeded()
+        if not was_up:
+            log.warning("The quota store is back; it is owed %d settlements", len(self.debts))
 
     async def _read(self) -> None:
         if self._reading is None or self._reading.done():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 
@@ -55,8 +56,8 @@ class Shares:
         assert not isinstance(answer, Stale)
         return answer
 
-    async def settle(self, id: str, spent: Spent) -> None:
-        await self._store.settle(id, spent)
+    def settle(self, id: str, spent: Spent) -> None:
+        self._store.settle_now(id, spent)
 
     def _shared(self, plan: Plan) -> Plan:
         found = self._plans.get(plan)
@@ -94,11 +95,12 @@ class Debts:
             self.lost += 1
         self._owed.append(owed)
 
-    @property
-    def first(self) -> Owed | None:
-        return self._owed[0] if self._owed else None
+    def first(self, most: int) -> list[Owed]:
+        """The oldest, so many at most."""
+        return list(islice(self._owed, most))
 
-    def paid(self, owed: Owed) -> None:
-        """It was the first, unless that was given up meanwhile."""
-        if self._owed and self._owed[0] is owed:
-            self._owed.popleft()
+    def paid(self, batch: Sequence[Owed]) -> None:
+        """These were the first, but for those that were given up meanwhile."""
+        for owed in batch:
+            if self._owed and self._owed[0] is owed:
+                self._owed.popleft()

@@ -69,7 +69,8 @@ async def replay(
     for logged in requests:
         while ends and ends[0][0] <= logged.at:
             now, _, admission, usage = heapq.heappop(ends)
-            await quotas.settle(admission, usage)
+            quotas.settle(admission, usage)
+            await quotas.settled()
         now = logged.at
         outcome = outcomes.setdefault(logged.subject, Outcome())
         answer = await quotas.admit(

@@ -37,6 +37,10 @@ class Stale:
     """The plan was made of a policy that is no longer the store's: read it and ask again."""
 
 
+End = tuple[str, Spent]
+"""The id of a reservation, and what was used."""
+
+
 class Change(NamedTuple):
     """What a record is to become."""
 
@@ -125,6 +129,10 @@ class Store(Protocol):
         False when that was done before; None when the store may have lost the reservation, so that
         `charge` is in place.
         """
+        ...
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        """As `settle`, of several at once; each by itself."""
         ...
 
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:

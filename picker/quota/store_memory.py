@@ -18,6 +18,7 @@ from picker.quota.store import (
     Correction,
     Count,
     Dump,
+    End,
     Entry,
     Fault,
     Stale,
@@ -63,6 +64,13 @@ class MemoryStore:
         return self._ledger.reserve(id, plan, amounts, model, ttl, now, self.wall())
 
     async def settle(self, id: str, spent: Spent) -> bool:
+        return self.settle_now(id, spent)
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        return [self.settle_now(id, spent) for id, spent in ends]
+
+    def settle_now(self, id: str, spent: Spent) -> bool:
+        """As `settle`, for who cannot wait."""
         return self._ledger.settle(id, spent, self._now(), self.wall())
 
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:

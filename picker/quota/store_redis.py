@@ -62,6 +62,7 @@ from picker.quota.store import (
     Correction,
     Count,
     Dump,
+    End,
     Entry,
     Fault,
     Stale,
@@ -199,6 +200,9 @@ class RedisStore:
     async def settle(self, id: str, spent: Spent) -> bool | None:
         answer = await self._run("settle", [], _pack((id, *spent)))
         return None if answer == b"unknown" else bool(answer == b"settled")
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        return await asyncio.gather(*(self.settle(id, spent) for id, spent in ends))
 
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent

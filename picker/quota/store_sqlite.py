@@ -33,6 +33,7 @@ from picker.quota.store import (
     Correction,
     Count,
     Dump,
+    End,
     Entry,
     Fault,
     Stale,
@@ -85,10 +86,13 @@ class SQLiteStore:
 
         return await self._do(work)
 
-    async def settle(self, id: str, spent: Spent) -> bool:
-        def work() -> bool:
+    async def settle(self, id: str, spent: Spent) -> bool | None:
+        return (await self.settle_all([(id, spent)]))[0]
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        def work() -> list[bool | None]:
             now = self.wall()
-            return self._rows.settle(id, spent, now, now)
+            return [self._rows.settle(id, spent, now, now) for id, spent in ends]
 
         return await self._do(work)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -33,13 +33,15 @@ class Pod:
     With the header `x-act: stream` it answers with events, one for each `go.release()`, until
     `stop()`; with `x-act: comment` the same after a comment. With `x-act: cut` it breaks off after
     the first. With `x-act: tokens` it answers with `TOKENS`, and with `USAGE_EVENT` if it is asked
-    for usage; with `x-act: gzip` the same, compressed if the request allows it.
+    for usage; with `x-act: gzip` the same, compressed if the request allows it. With `x-act: say`
+    it answers with the pieces of `says`; JSON in one piece tells its length.
     """
 
     address: str = ""
     served: int = 0
     events: int = 0  # written to streams
     asked: list[tuple[dict[str, str], bytes]] = field(default_factory=list)  # for tokens
+    says: tuple[str, Sequence[bytes]] = ("text/plain", ())  # content type and pieces of a body
     broken: int = 0  # streams that the other side broke off
     go: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     stopping: bool = False
@@ -105,6 +107,8 @@ class Pod:
                 return await self._cut(request)
             case "tokens" | "gzip":
                 return await self._tokens(request)
+            case "say":
+                return await self._say(request)
         body = await request.read()
         return web.json_response(
             {
@@ -150,6 +154,19 @@ class Pod:
         options = json.loads(body).get("stream_options") or {}
         for event in (*TOKENS, *[USAGE_EVENT] * (options.get("include_usage") is True), DONE):
             await response.write(event)
+        await response.write_eof()
+        return response
+
+    async def _say(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.asked.append((headers, await request.read()))
+        kind, pieces = self.says
+        response = web.StreamResponse(headers={"content-type": kind})
+        if len(pieces) == 1 and "json" in kind:
+            response.content_length = len(pieces[0])
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
         await response.write_eof()
         return response
 

@@ -179,32 +179,6 @@ async def queueing(profile: str) -> AsyncIterator[Gateway]:
         yield gateway
 
 
-async def test_a_tenant_that_sends_more_gets_no_more(queueing: Gateway) -> None:
-    (pod,) = queueing.pods
-    order: list[str] = []
-
-    async def ask(tenant: str) -> None:
-        async with post(queueing, tenant, chat(stream=True), **{ACT: "stream"}) as response:
-            order.append(tenant)
-            assert response.status == 200
-            await response.read()
-
-    async def waiting() -> int:
-        return queueing.service.waiting
-
-    greedy = [asyncio.create_task(ask("greedy")) for _ in range(10)]
-    await until(waiting, 8)
-    modest = [asyncio.create_task(ask("modest")) for _ in range(3)]
-    await until(waiting, 11)
-    pod.stopping = True
-    for _ in range(13):
-        pod.go.release()
-    await asyncio.gather(*greedy, *modest)
-    assert order[:2] == ["greedy"] * 2
-    assert order[:9].count("modest") == 3
-    await queueing.idle()
-
-
 async def test_who_leaves_the_queue_is_not_served(queueing: Gateway) -> None:
     (pod,) = queueing.pods
     pod.reset()

@@ -14,8 +14,9 @@ from picker.pool import Endpoint
 from picker.prefix.match import By
 from picker.refusal import Refusal
 from picker.request import parse
+from picker.rewrites import Rewrites
 from picker.schedule import Decision
-from picker.splice import Splice
+from picker.splice import ModelRewrite, Splice
 
 ENDPOINTS = ("192.0.2.1:8000", "192.0.2.2:8000")
 
@@ -27,6 +28,8 @@ class RecordingDirector:
         self.endpoints = endpoints or ENDPOINTS
         self.refusal: Refusal | None = None
         self.splice: Splice | None = None  # of each pick
+        self.rewrite: ModelRewrite | None = None
+        self.rewrites = Rewrites()
         self.hold: asyncio.Event | None = None
         self.waiting = 0
         self.requests: list[Any] = []
@@ -88,6 +91,7 @@ class RecordingDirector:
             _director=self,  # type: ignore[arg-type]
             _session=b"",
             splice=self.splice,
+            rewrite=self.rewrite,
         )
         self.picks.append(pick)
         return pick

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from picker.config import Rewrite, RewriteTarget
 from picker.director import Outcome, Pick
 from picker.engines import LoadReport
-from picker.journal import detail
+from picker.journal import detail, summary
 from picker.pool import Endpoint
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.splice import apply
 from picker.usage import Usage
 from tests.picker.core import Core, completion
 
@@ -471,7 +474,7 @@ def test_usage_is_asked_for_where_somebody_counts_it() -> None:
     core.director.counts_usage = True
     splice = core.director.pick(asking(STREAM)).splice
     assert splice is not None
-    changed = json.loads(splice.apply(STREAM.encode()))
+    changed = json.loads(apply([splice], STREAM.encode()))
     assert changed == {**json.loads(STREAM), "stream_options": {"include_usage": True}}
 
 
@@ -482,3 +485,55 @@ def test_usage_is_not_asked_for_where_it_comes_anyway() -> None:
     whole = STREAM.replace("true", "false")
     for body in (told, whole, STREAM.replace(',"stream":true', "")):
         assert core.director.pick(asking(body)).splice is None
+
+
+# Rewritten models
+
+BODY = b'{"model":"asked","prompt":"Hello"}'
+JSON = {"content-type": "application/json"}
+
+
+def rewriting(**settings: Any) -> Core:
+    core = Core(PODS, **settings)
+    core.director.rewrites.update(
+        [Rewrite(models=["asked"], targets=[RewriteTarget(model="target")])]
+    )
+    return core
+
+
+def routed(core: Core, body: bytes = BODY, **headers: str) -> Pick:
+    pick = core.director.route("POST", "/v1/completions", JSON | headers, body)
+    assert isinstance(pick, Pick)
+    return pick
+
+
+def test_a_rewritten_request_is_one_for_its_target() -> None:
+    """For pods, scorers and the prefix index; people see both names."""
+    core = rewriting(models=["target"])
+    pick = routed(core)
+    assert (pick.asked_model, pick.model) == ("asked", "target")
+    assert pick.rewrite is not None
+    assert apply([pick.rewrite.splice], BODY) == b'{"model":"target","prompt":"Hello"}'
+    told = summary(pick)
+    assert (told["model"], told["targetModel"]) == ("asked", "target")
+    plain = routed(core, b'{"model":"target","prompt":"Hello"}')
+    assert plain.rewrite is None
+    assert plain.asked_model == plain.model == "target"
+    with pytest.raises(Refusal, match="not served"):
+        routed(core, b'{"model":"other","prompt":"Hello"}')
+
+
+def test_a_target_shares_its_prefixes_with_whoever_asks_for_it() -> None:
+    core = rewriting()
+    prompt = "a" * 4096
+    first = routed(core, b'{"model":"asked","prompt":"%b"}' % prompt.encode())
+    second = routed(core, b'{"model":"target","prompt":"%b"}' % prompt.encode())
+    other = routed(core, b'{"model":"other","prompt":"%b"}' % prompt.encode())
+    assert (first.matched_blocks, other.matched_blocks) == (0, 0)
+    assert second.matched_blocks == second.prompt_blocks > 0
+
+
+def test_a_body_that_is_not_shown_is_not_rewritten() -> None:
+    pick = rewriting().director.route("POST", "/v1/completions", JSON, None)
+    assert isinstance(pick, Pick)
+    assert (pick.model, pick.rewrite) == (None, None)

@@ -19,9 +19,10 @@ from picker.exchange import (
     Replace,
     Reply,
     Steer,
+    Tell,
 )
 from picker.refusal import Refusal
-from picker.splice import Splice
+from picker.splice import ModelRewrite, Splice, apply
 from tests.picker.recording import RecordingDirector
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -34,8 +35,8 @@ USAGE = b'{"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}'
 class Routed(Exchange):
     """An exchange whose questions a director answers at once."""
 
-    def __init__(self, director: RecordingDirector, *, max_body: int, read_usage: bool) -> None:
-        super().__init__(director.refused, max_body=max_body, read_usage=read_usage)
+    def __init__(self, director: RecordingDirector, **settings: Any) -> None:
+        super().__init__(director.refused, **settings)
         self.director = director
 
     def request_headers(self, *told: Any) -> Sequence[Reply]:
@@ -67,9 +68,12 @@ class Talk:
         *,
         max_body: int = 1_000_000,
         read_usage: bool = True,
+        rewrites: bool = False,
     ) -> None:
         self.director = RecordingDirector()
-        self.exchange = Routed(self.director, max_body=max_body, read_usage=read_usage)
+        self.exchange = Routed(
+            self.director, max_body=max_body, read_usage=read_usage, rewrites=rewrites
+        )
         if request is not None:
             self.exchange.modes(request, response)
 
@@ -576,7 +580,7 @@ def test_a_gateway_that_sends_bodies_all_the_same_shows_their_end() -> None:
 
 ASKED = Splice(1, 0, b'"stream_options":{"include_usage":true},')
 STREAMED = b'{"stream":true}'
-SPLICED = ASKED.apply(STREAMED)
+SPLICED = apply([ASKED], STREAMED)
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 EXTRA = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -608,7 +612,7 @@ def test_full_duplex_sends_the_spliced_body_without_a_length(pad: int) -> None:
     assert "content-length" in steer.remove
     assert "accept-encoding" in steer.remove  # its answer must be read
     assert steer.body is None
-    assert joined(chunks, Message.REQUEST_BODY) == ASKED.apply(body)
+    assert joined(chunks, Message.REQUEST_BODY) == apply([ASKED], body)
     assert talk.director.picks[0].splice == ASKED
 
 
@@ -728,3 +732,126 @@ def test_who_asked_for_usage_gets_it() -> None:
     talk = Talk(DUPLEX)
     talk.send(STREAMED)
     assert joined(answer(talk, TOKEN + EXTRA), Message.RESPONSE_BODY) == TOKEN + EXTRA
+
+
+# Rewritten models
+
+ASKING = b'{"model":"asked","stream":true}'
+RENAMED = ModelRewrite("asked", Splice(9, 7, b'"a target"'))
+ASKING_TARGET = b'{"model":"a target","stream":true}'
+TARGETS = b'data: {"choices":[{"text":"\\"model\\":\\"target\\""}],"model":"a target"}\n\n'
+CLIENTS = TARGETS.replace(b'"a target"', b'"asked"')
+WHOLE = b'{"id":1,"model":"a target","choices":[{"model":"a target"}]}'
+WHOLE_CLIENTS = WHOLE.replace(b'"a target"', b'"asked"', 1)
+
+
+def rewritten(request: BodyMode, response: BodyMode = DUPLEX, **settings: Any) -> Talk:
+    talk = Talk(request, response, **settings)
+    talk.director.rewrite = RENAMED
+    return talk
+
+
+@pytest.mark.parametrize("response_mode", BodyMode)
+@pytest.mark.parametrize("request_mode", [DUPLEX, BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
+@pytest.mark.parametrize("read_usage", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "sent", "wanted"), [(SSE, TARGETS, CLIENTS), (OK, WHOLE, WHOLE_CLIENTS)]
+)
+def test_a_model_is_rewritten_and_restored_wherever_bodies_are_shown(
+    request_mode: BodyMode,
+    response_mode: BodyMode,
+    read_usage: bool,
+    headers: dict[str, str],
+    sent: bytes,
+    wanted: bytes,
+) -> None:
+    talk = rewritten(request_mode, response_mode, read_usage=read_usage, rewrites=True)
+    replies = talk.send(ASKING)
+    steer = next(reply for reply in replies if isinstance(reply, Steer))
+    if request_mode is DUPLEX:
+        assert joined(replies, Message.REQUEST_BODY) == ASKING_TARGET
+        assert "content-length" in steer.remove
+    else:
+        assert steer.body == ASKING_TARGET
+    assert "accept-encoding" in steer.remove
+    assert steer.responses_off is None
+    assert all(not isinstance(reply, Await) or reply == Await(None) for reply in replies)
+    told = headers | {"content-length": str(len(sent))}
+    (reply,) = talk.exchange.response_headers(told, False, None)
+    if response_mode is BodyMode.NONE:
+        assert reply is Message.RESPONSE_HEADERS
+        return
+    assert reply == Tell([], ("content-length",))
+    (reply, *_) = talk.exchange.response_body(sent, response_mode is not DUPLEX) or [None]
+    if response_mode is DUPLEX:
+        assert reply is None
+        (reply,) = talk.exchange.response_body(b"", True)
+        assert reply == Chunk(Message.RESPONSE_BODY, wanted, True)
+    else:
+        assert reply == Replace(Message.RESPONSE_BODY, wanted)
+    assert talk.outcome is Outcome.COMPLETED
+
+
+@given(cuts, st.booleans())
+def test_usage_and_model_are_undone_together_at_any_cut(where: list[int], trailers: bool) -> None:
+    talk = rewritten(DUPLEX)
+    talk.director.splice = ASKED
+    replies = talk.send(ASKING)
+    assert joined(replies, Message.REQUEST_BODY) == apply([ASKED], ASKING_TARGET)
+    stream = TARGETS + EXTRA.replace(b"{", b'{"model":"a target",', 1) + DONE
+    got = answer(talk, *pieces(stream, where), trailers=trailers)
+    assert joined(got, Message.RESPONSE_BODY) == CLIENTS + DONE
+    assert talk.director.picks[0].usage is not None
+
+
+@given(cuts)
+def test_each_piece_of_a_restored_body_is_answered_outside_of_full_duplex(where: list[int]) -> None:
+    talk = rewritten(BodyMode.BUFFERED, BodyMode.STREAMED)
+    talk.send(ASKING)
+    sent = [*pieces(WHOLE, where), b""]
+    replies = answer(talk, *sent[:-1], headers=OK)
+    assert len(replies) == len(sent)
+    out = b""
+    for piece, reply in zip(sent, replies, strict=True):
+        assert reply is Message.RESPONSE_BODY or isinstance(reply, Replace)
+        out += reply.data if isinstance(reply, Replace) else piece
+    assert out == WHOLE_CLIENTS
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
+def test_a_rewritten_body_may_not_grow_over_what_the_gateway_keeps(mode: BodyMode) -> None:
+    for room in (0, -1):
+        talk = rewritten(mode, max_body=len(ASKING_TARGET) + room)
+        last = talk.send(ASKING)[-1]
+        if mode is DUPLEX or not room:
+            assert talk.outcome is None
+            continue
+        assert isinstance(last, Refusal)
+        assert last.status == 413
+        assert talk.outcome is Outcome.ABORTED
+        assert talk.exchange.over
+        assert talk.director.refusals == [last]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        OK | {"content-encoding": "gzip"},
+        OK | {"content-type": "text/plain"},
+        {":status": "200"},
+    ],
+)
+def test_answers_that_are_no_json_are_untouched(headers: dict[str, str]) -> None:
+    talk = rewritten(DUPLEX)
+    talk.send(ASKING)
+    assert joined(answer(talk, WHOLE, headers=headers), Message.RESPONSE_BODY) == WHOLE
+    plain = Talk(DUPLEX)
+    plain.send(ASKING)
+    assert joined(answer(plain, WHOLE, headers=OK), Message.RESPONSE_BODY) == WHOLE
+
+
+def test_an_answer_without_body_keeps_its_length() -> None:
+    talk = rewritten(DUPLEX)
+    talk.send(ASKING)
+    told = OK | {"content-length": "10"}  # of a HEAD
+    assert talk.exchange.response_headers(told, True, None) == [Message.RESPONSE_HEADERS]

@@ -9,12 +9,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from picker.config import Config, Flow, Identity, Quota, Saturation
+from picker.config import (
+    Config,
+    Flow,
+    Identity,
+    Quota,
+    Rewrite,
+    RewriteTarget,
+    Saturation,
+)
 from picker.director import Outcome, Pick
 from picker.engines import LoadReport
 from picker.journal import detail
@@ -188,11 +197,39 @@ async def test_no_estimate_is_above_what_the_request_allows(house: House) -> Non
 
 
 async def test_whom_a_pod_failed_pays_nothing(house: House) -> None:
-    for status, outcome in ((500, Outcome.FAILED), (404, Outcome.COMPLETED)):
+    for status, outcome in ((500, Outcome.FAILED), (429, Outcome.COMPLETED)):
         pick = await house.ask()
         pick.response_started(status)
         pick.end(outcome, Usage(9, 0, 5))
         assert await house.used() == (0, 0)
+        assert await house.used("requests/day") == (0, 0)
+
+
+async def test_a_wrong_request_is_a_request_and_costs_no_tokens(house: House) -> None:
+    pick = await house.ask()
+    pick.response_started(400)
+    pick.end(Outcome.COMPLETED)
+    assert await house.used() == (0, 0)
+    assert await house.used("requests/day") == (1, 0)
+
+
+async def test_what_makes_no_tokens_reserves_none_and_does_not_queue(queueing: House) -> None:
+    first = await queueing.ask()  # all that the pod takes
+    before = await queueing.used()
+    pick = queueing.core.director.route("GET", "/v1/models", {TENANT: "alice"}, None)
+    pick = pick if isinstance(pick, Pick) else await pick
+    assert (await queueing.used()) == before
+    pick.response_started(200)
+    pick.end(Outcome.COMPLETED)
+    assert (await queueing.used()) == before
+    assert (await queueing.used("requests/day")) == (1, 1)
+    first.end(Outcome.COMPLETED, Usage(1, 0, 1))
+
+
+async def test_a_batch_reserves_for_each_of_its_prompts(house: House) -> None:
+    pick = await house.ask(prompt=["one", "two", "three"], n=2)
+    assert (await house.used())[1] == pick.prompt_tokens + 3 * 2 * MAX_TOKENS
+    pick.end(Outcome.ABORTED)
 
 
 async def test_an_answer_that_tells_no_usage_costs_what_was_reserved(house: House) -> None:
@@ -438,3 +475,18 @@ class Interleavings(RuleBasedStateMachine):
 
 Interleavings.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestInterleavings = Interleavings.TestCase
+
+
+async def test_limits_are_for_the_model_that_is_asked_for(house: House) -> None:
+    """Whatever it is sent as, which changes from request to request."""
+    targets = [RewriteTarget(model="target"), RewriteTarget(model="canary")]
+    house.core.director.rewrites.update([Rewrite(models=["llama"], targets=targets)])
+    limits = {"llama": "requests=3/day", "target": "requests=1/day", "canary": "requests=1/day"}
+    for model, limit in limits.items():
+        of_model = msgspec.structs.replace(parse_limit(limit), model=model)
+        await house.editor.set("tenant/alice", [of_model], why=Why())
+    for _ in range(3):
+        (await house.ask()).end(Outcome.COMPLETED)
+    with pytest.raises(Refusal) as refusal:
+        await house.ask()
+    assert refusal.value.status == 429

@@ -61,6 +61,7 @@ def test_a_summary_follows_its_request_to_the_end() -> None:
         "requestId": "r",
         "pickedAt": 0,
         "model": "llama",
+        "targetModel": "llama",
         "path": "/v1/completions",
         "tenant": None,
         "waitedSeconds": None,

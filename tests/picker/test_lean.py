@@ -18,7 +18,7 @@ from picker.director import Director, Outcome
 from picker.lean import LeanServer
 from picker.names import DESTINATION, METHODS, REFUSAL, REFUSED, RETRY_AFTER, SPLICE, STREAM
 from picker.refusal import Refusal
-from picker.splice import Splice
+from picker.splice import ModelRewrite, Splice
 from tests.picker import own_scorer
 from tests.picker.core import Core
 from tests.picker.recording import ENDPOINTS, RecordingDirector
@@ -141,7 +141,7 @@ def post(
     } | {key.replace("_", "-"): value for key, value in headers.items()}
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{key}: {value}" for key, value in all_headers.items() if value]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def chunked(*chunks: bytes) -> bytes:
@@ -161,6 +161,13 @@ async def test_a_request_is_answered_with_its_endpoints(picker: Picker, envoy: C
     assert len(picker.server.tickets) == 1
 
 
+async def test_headers_may_hold_any_text(picker: Picker, envoy: Client) -> None:
+    envoy.send(post(x_tenant="müller-日本"))
+    assert (await envoy.answer()).status == 200
+    (request,) = picker.director.requests
+    assert request.headers["x-tenant"] == "müller-日本"
+
+
 @pytest.mark.parametrize("unfit", ["\xff", "a" * 200])
 async def test_an_unfit_request_id_is_replaced(picker: Picker, envoy: Client, unfit: str) -> None:
     envoy.send(post(x_request_id=unfit))
@@ -176,11 +183,46 @@ async def test_a_splice_is_named_where_the_answer_is_read(usage: bool) -> None:
         envoy.send(post())
         answer = await envoy.answer()
         assert answer.headers[DESTINATION] == ",".join(ENDPOINTS)
-        assert answer.headers.get(SPLICE) == ('12 3 {"a":1, "b":[]}' if usage else None)
+        assert answer.headers.get(SPLICE) == ('1 0 12 3 15 {"a":1, "b":[]}' if usage else None)
         assert (picker.director.picks[0].splice is not None) is usage
         picker.director.splice = None
         envoy.send(post(name="2"))
         assert SPLICE not in (await envoy.answer()).headers
+
+
+@pytest.mark.parametrize("usage", [True, False])
+async def test_a_rewrite_is_named_with_what_to_undo(usage: bool) -> None:
+    async with running(usage=usage) as picker, picker.client() as envoy:
+        picker.director.rewrite = ModelRewrite('a "b" é\x7f', Splice(9, 3, b'"other"'))
+        picker.director.splice = Splice(1, 0, b'"x":1,')
+        envoy.send(post())
+        told = (await envoy.answer()).headers[SPLICE]
+        name = '"a \\"b\\" \\u00e9\\u007f"'
+        assert told == f"{usage:d} {len(name)} {name}" + '1 0 6 "x":1,' * usage + '9 3 7 "other"'
+        picker.director.splice = None
+        envoy.send(post(name="2"))
+        assert (await envoy.answer()).headers[SPLICE] == f'0 {len(name)} {name}9 3 7 "other"'
+
+
+async def test_a_rewritten_body_over_the_limit_is_refused(picker: Picker, envoy: Client) -> None:
+    """The pod would not know the model by the name that its client has for it."""
+    picker.director.rewrite = ModelRewrite("m", Splice(9, 3, b'"other"'))
+    picker.director.splice = Splice(1, 0, b"12345")
+    for room in (9, 8, 4, 3):
+        for hold in (None, asyncio.Event()):
+            picker.director.hold = hold
+            if hold is not None:
+                hold.set()
+            envoy.send(post(BODY.ljust(LIMIT - room), name=f"{room} {hold}"))
+            answer = await envoy.answer()
+            assert answer.status == (200 if room >= 4 else 413)
+            if answer.status == 200:
+                assert ("12345" in answer.headers[SPLICE]) is (room == 9)
+            else:
+                assert json.loads(answer.body)["error"]["code"] == "body_too_large"
+                assert picker.director.picks[-1].outcome is Outcome.ABORTED
+    assert len(picker.server.tickets) == 6
+    assert [refusal.status for refusal in picker.director.refusals] == [413, 413]
 
 
 async def test_a_body_does_not_grow_over_the_limit(picker: Picker, envoy: Client) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker.director import Outcome
+from picker.config import Rewrite, RewriteTarget
+from picker.director import Outcome, Pick
 from picker.engines import LoadReport
 from picker.exposition import Histogram, Spec, write
 from picker.gauges import PoolGauges
@@ -20,6 +21,7 @@ from tests.picker.core import Core, completion
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000"]
 LLAMA = {"model_name": "llama", "target_model_name": "llama"}
+JSON = {"content-type": "application/json"}
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -107,6 +109,27 @@ def test_refusals_are_errors_too() -> None:
     errors = "inference_objective_request_error_total"
     assert get(samples, errors, error_code="ServiceUnavailable", **nobody) == 2
     assert get(samples, "warmpath_refusals_total", reason="too_large", status="413") == 1
+
+
+def test_a_rewritten_request_counts_for_both_names() -> None:
+    core = Core(PODS[:1])
+    body = b'{"model":"asked","prompt":"Hello"}'
+    for target in ("first", "second", "asked"):
+        targets = [RewriteTarget(model=target)]
+        core.director.rewrites.update([Rewrite(models=["asked"], targets=targets)])
+        for _ in range(2):
+            pick = core.director.route("POST", "/v1/completions", JSON, body)
+            assert isinstance(pick, Pick)
+        pick.response_started(500)
+        pick.end(Outcome.FAILED)
+    samples = read(core.page())
+    objective = "inference_objective_"
+    for target in ("first", "second", "asked"):
+        labels = {"model_name": "asked", "target_model_name": target}
+        assert get(samples, objective + "request_total", priority="0", **labels) == 2
+        error = {"error_code": "ModelServerError", **labels}
+        assert get(samples, objective + "request_error_total", **error) == 1
+    assert get(samples, objective + "running_requests", model_name="asked") == 3
 
 
 def test_model_names_are_bounded_and_cannot_break_the_page() -> None:

@@ -822,3 +822,54 @@ def test_recorded_requests() -> None:
         assert request.model == body["model"]
         if isinstance(body.get("prompt"), list):
             assert request.prompt_tokens == case["response"]["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/%63ompletions",
+        "/v1%2Fcompletions",
+        "/v1/completions/",
+        "//v1//completions",
+        "/v1/x/../completions",
+        "/tenant/v1/completions?a=/v1/models",
+    ],
+)
+def test_no_spelling_of_a_path_hides_what_is_asked(path: str) -> None:
+    request = asked(path, model="llama", prompt="a prompt of some length", max_tokens=7)
+    assert (request.kind, request.model) == (Kind.COMPLETION, "llama")
+    assert (request.prompt_tokens, request.most_output) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    "path", [EMBEDDINGS, "/tokenize", "/v1/messages/count_tokens", f"{CHAT}/render"]
+)
+def test_an_api_that_makes_no_tokens_is_known_to_make_none(path: str) -> None:
+    assert asked(path, model="m", input="x", prompt="x", messages=[HI]).most_output == 0
+    assert parse("GET", path, {}, None).most_output == 0
+
+
+def test_what_is_not_understood_may_make_any_number_of_tokens() -> None:
+    assert parse("POST", "/v1/audio/speech", JSON, b"{}").most_output is None
+    assert parse("POST", COMPLETIONS, JSON, None).most_output is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("one", 1),
+        (["one, two"], 1),
+        (["a", "b", "c"], 3),
+        ([1, 2, 3], 1),
+        ([[1, 2], [3], [4]], 3),
+        (["a"] * (limits.MAX_TEXTS + 5), limits.MAX_TEXTS + 5),
+    ],
+)
+def test_each_prompt_of_a_batch_has_an_answer(prompt: object, prompts: int) -> None:
+    assert asked(COMPLETIONS, prompt=prompt, max_tokens=10).most_output == 10 * prompts
+
+
+@pytest.mark.parametrize("prompt", [["a", [1, 2]], [[1]] * 5000, ["a"] * 200_000])
+def test_a_batch_in_a_strange_form_has_no_fewer_answers_than_prompts(prompt: list[Any]) -> None:
+    most = asked(COMPLETIONS, prompt=prompt, max_tokens=10).most_output
+    assert most is not None and most >= 10 * len(prompt)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import isnan, nan
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.loop import VirtualLoop
+from picker.config import EndpointSpec
 from picker.config import Flow as FlowSettings
 from picker.config import Saturation as Settings
 from picker.engines import LoadReport
 from picker.flow import Flow
+from picker.pool import Endpoint
 from picker.saturation import Saturation
 from picker.waiting import Visit
 from tests.picker.core import Core
@@ -150,3 +155,75 @@ def test_a_burst_between_two_scrapes_is_held_back():
             sent.append(visit)
     assert len(sent) == 20
     assert flow.waiting == 480
+
+
+ADDRESSES = [f"127.0.0.1:{port}" for port in range(1, 5)]
+numbers = st.integers(0, 4) | st.just(nan)
+shares = st.sampled_from([0.0, 0.5, 0.8, nan])
+
+
+@settings(deadline=None)
+@given(
+    limits=st.sampled_from([{}, {"inflight": 3}, {"waiting": 1, "kv": 0.4}]),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("tell"), st.sampled_from(ADDRESSES), numbers, numbers, shares),
+            st.tuples(
+                st.sampled_from(["send", "end", "ask", "refuse"]), st.sampled_from(ADDRESSES)
+            ),
+            st.tuples(st.just("wait"), st.floats(0.0, 2.5)),
+            st.tuples(st.just("pool"), st.frozensets(st.sampled_from(ADDRESSES))),
+            st.just(("look",)),
+        ),
+        max_size=40,
+    ),
+)
+def test_room_is_what_each_pod_has_now_whatever_happened(
+    limits: dict[str, float], steps: list[tuple[Any, ...]]
+) -> None:
+    core, saturation = scene(*ADDRESSES[:2], **limits)
+    told = Settings(**limits)
+    sent: list[tuple[Endpoint, float]] = []
+
+    def room_of(endpoint: Endpoint) -> float:
+        load = core.load.describe(endpoint)
+        queue = [load.waiting, load.inflight - load.running, 0.0]
+        if isnan(load.waiting) and isnan(load.running):
+            queue = [load.inflight]
+        room = told.waiting - max(each for each in queue if not isnan(each))
+        if load.kv_usage >= told.kv:
+            idle = room >= told.waiting and not load.inflight and not load.running > 0
+            room = 1 if idle else 0
+        if told.inflight:
+            room = min(room, told.inflight - load.inflight)
+        return max(0, room) if load.fresh else 0
+
+    for step, *arguments in steps:
+        endpoint = core.pool.endpoints.get(arguments[0]) if arguments else None
+        match step:
+            case "wait":
+                core.now += arguments[0]
+            case "pool":
+                core.pool.update([EndpointSpec(address=each) for each in arguments[0]])
+            case "end" if sent:
+                there, at = sent.pop()
+                core.load.release(there, 10)
+                core.load.waits_no_more(there, at)
+            case "tell" if endpoint is not None:
+                _, waiting, running, kv = arguments
+                report = LoadReport(waiting=waiting, running=running, kv_usage=kv)
+                core.load.report(endpoint, report, core.now)
+            case "send" if endpoint is not None:
+                core.load.credit(endpoint, 10)
+                sent.append((endpoint, core.load.picked(endpoint, False)))
+            case "ask" if endpoint is not None:
+                core.load.asked(endpoint)
+            case "refuse" if endpoint is not None:
+                core.load.failed(endpoint, "gone", unreachable=True)
+            case "look":
+                saturation.room()
+    rooms = {each.slot: room_of(each) for each in core.pool.endpoints.values()}
+    assert saturation.room() == sum(rooms.values())
+    slots = core.pool.slots
+    having = [slot for slot in slots if rooms[slot]]
+    assert list(saturation.with_room(slots)) == (having or list(slots))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
-from picker.splice import Splice, ask_for_usage
+from picker.splice import Splice, apply, ask_for_usage, name_model
 
 JSON = {"content-type": "application/json"}
 OPTION = '"include_usage":true'
@@ -24,7 +24,7 @@ def changed(body: str) -> str:
     """A body that asks for its usage; unchanged where there is nothing to change."""
     request = read(body)
     splice = ask_for_usage(request.body, request.stream_options)
-    return body if splice is None else splice.apply(request.body).decode()
+    return body if splice is None else apply([splice], request.body).decode()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_no_byte_beside_that_member_changes(body: str) -> None:
     request = read(body)
     splice = ask_for_usage(request.body, request.stream_options)
     assert splice is not None
-    after = splice.apply(request.body)
+    after = apply([splice], request.body)
     rest = splice.offset + splice.drop
     assert after[: splice.offset] == request.body[: splice.offset]
     assert after[splice.offset + len(splice.text) :] == request.body[rest:]
@@ -187,6 +187,71 @@ def test_no_byte_beside_that_member_changes(body: str) -> None:
 
 
 def test_a_splice_may_be_anywhere() -> None:
-    assert Splice(0, 0, b"ab").apply(b"xyz") == b"abxyz"
-    assert Splice(3, 0, b"ab").apply(b"xyz") == b"xyzab"
-    assert Splice(1, 1, b"").apply(b"xyz") == b"xz"
+    assert apply([Splice(0, 0, b"ab")], b"xyz") == b"abxyz"
+    assert apply([Splice(3, 0, b"ab")], b"xyz") == b"xyzab"
+    assert apply([Splice(1, 1, b"")], b"xyz") == b"xz"
+
+
+def test_splices_are_applied_in_the_order_of_their_places() -> None:
+    splices = [Splice(4, 1, b"+"), Splice(0, 2, b"."), Splice(3, 0, b"++")]
+    assert apply(splices, b"abcdef") == b".c++d+f"
+
+
+def renamed(body: str, model: str, path: str = "/v1/completions") -> str:
+    request = read(body, path)
+    assert request.model_value is not None
+    return apply([name_model(request.body, request.model_value, model)], request.body).decode()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"model":"m"}', '{"model":"other"}'),
+        ('\r\n{ "model" : "m" , "a":1 }\n', '\r\n{ "model" : "other" , "a":1 }\n'),
+        ('{"a":{"model":"m"},"model":"m"}', '{"a":{"model":"m"},"model":"other"}'),
+        (
+            '{"prompt":"\\"model\\":\\"m","model":"m"}',
+            '{"prompt":"\\"model\\":\\"m","model":"other"}',
+        ),
+        ('{"model":"m\\u0022\\\\ é","x":"é"}', '{"model":"other","x":"é"}'),
+        ('{"mod\\u0065l":"m"}', '{"mod\\u0065l":"other"}'),
+        ('{"model":""}', '{"model":"other"}'),
+    ],
+)
+def test_only_the_value_of_model_changes(before: str, after: str) -> None:
+    assert renamed(before, "other") == after
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("name", ['a "b" \\', "é 世界", "/models/llama"])
+def test_any_name_can_be_put_in(path: str, name: str) -> None:
+    told = json.loads(renamed('{"stream":true,"model":"m","n":1}', name, path))
+    assert told == {"stream": True, "model": name, "n": 1}
+
+
+def test_a_repeated_model_is_refused() -> None:
+    """Else the pod might obey the one that was not rewritten."""
+    for body in (
+        '{"model":"a","model":"b"}',
+        '{"model":"a","mod\\u0065l":"b"}',
+        '{"model":"a","x":"%s","model":"a"}' % ("x" * 300_000),
+    ):
+        with pytest.raises(Refusal) as refusal:
+            read(body)
+        assert refusal.value.reason == "repeated_field"
+
+
+@given(bodies(), st.text(min_size=1, max_size=9), st.text(min_size=1, max_size=9))
+def test_a_body_can_be_asked_for_usage_and_another_model(body: str, asked: str, name: str) -> None:
+    text = json.dumps(asked)
+    model = f'"model": {text}'
+    for both in (f"{{{model}," + body.strip()[1:], body.rstrip()[:-1] + f",{model}}}"):
+        request = read(both)
+        assert request.model_value is not None
+        usage = ask_for_usage(request.body, request.stream_options)
+        assert usage is not None
+        splices = [name_model(request.body, request.model_value, name), usage]
+        after = apply(splices, request.body)
+        assert after == apply(splices[::-1], request.body)
+        assert after.decode() == changed(renamed(both, name))
+        assert json.loads(after)["model"] == name

@@ -63,7 +63,7 @@ class Terminal:
         async def work(quotas: Quotas) -> None:
             answer = await quotas.admit(Ask(subject, model, prompt, completion))
             assert isinstance(answer, Admission), answer
-            await quotas.settle(answer, Usage(prompt, 0, completion))
+            quotas.settle(answer, Usage(prompt, 0, completion))
 
         self.picker(work)
 

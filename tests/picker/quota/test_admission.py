@@ -31,6 +31,13 @@ class Front:
         assert isinstance(answer, Admission), answer
         return answer
 
+    async def settle(
+        self, admission: Admission | str, usage: Usage | None, picker: int = 0
+    ) -> None:
+        quotas = self.quotas[picker]
+        quotas.settle(admission, usage)
+        await quotas.settled()
+
     async def refused(self, ask: Ask, picker: int = 0) -> Refused:
         answer = await self.quotas[picker].admit(ask)
         assert isinstance(answer, Refused)
@@ -55,7 +62,7 @@ async def test_a_request_holds_what_it_may_use_and_pays_what_it_used(front: Fron
     refused = await front.refused(Ask(ALICE, "m", 300, max_tokens=500), picker=1)
     assert refused.limit == "tenant/alice total-tokens/day"
     assert refused.retry_after == 12 * 3600
-    await front.quotas[0].settle(first, Usage(310, None, 90))
+    await front.settle(first, Usage(310, None, 90))
     await front.granted(Ask(ALICE, "m", 300, max_tokens=300), picker=1)
     assert await front.desk.used(ALICE) == [1000, 2]
 
@@ -63,15 +70,15 @@ async def test_a_request_holds_what_it_may_use_and_pays_what_it_used(front: Fron
 async def test_an_end_counts_once_and_anybody_may_tell_it(front: Front) -> None:
     await front.desk.limit(ALICE, "total-tokens=1k/day")
     admission = await front.granted(Ask(ALICE, "m", 100, max_tokens=100))
-    await front.quotas[1].settle(admission.id, Usage(100, 0, 7))
-    await front.quotas[0].settle(admission, Usage(100, 0, 100))
-    await front.quotas[0].settle(admission, None)
+    await front.settle(admission.id, Usage(100, 0, 7), picker=1)
+    await front.settle(admission, Usage(100, 0, 100))
+    await front.settle(admission, None)
     assert await front.desk.used(ALICE) == [107]
 
 
 async def test_a_request_that_was_not_served_costs_nothing(front: Front) -> None:
     await front.desk.limit(ALICE, "total-tokens=1k/hour", "requests=1/day", "concurrency=1")
-    await front.quotas[0].settle(await front.granted(Ask(ALICE, "m", 900)), None)
+    await front.settle(await front.granted(Ask(ALICE, "m", 900)), None)
     assert await front.desk.used(ALICE) == [0, 0, 0]
     await front.granted(Ask(ALICE, "m", 900))
 
@@ -79,7 +86,7 @@ async def test_a_request_that_was_not_served_costs_nothing(front: Front) -> None
 async def test_cached_prompt_tokens_are_cheaper(front: Front) -> None:
     await front.desk.limit(ALICE, "input-tokens=10k/day")
     admission = await front.granted(Ask(ALICE, "m", 1000, max_tokens=1))
-    await front.quotas[0].settle(admission, Usage(1000, 802, 1))
+    await front.settle(admission, Usage(1000, 802, 1))
     assert await front.desk.used(ALICE) == [198 + 201]
     (use,) = (await front.desk.store.uses(0)).values()
     assert (use.prompt_tokens, use.cached_tokens) == (1000, 802)
@@ -89,7 +96,7 @@ async def test_without_max_tokens_the_answers_before_tell_what_to_hold(front: Fr
     await front.desk.limit(ALICE, "output-tokens=100k/day")
     for tokens in (800, 800, 800):
         admission = await front.granted(Ask(ALICE, "m", 5))
-        await front.quotas[0].settle(admission, Usage(5, 0, tokens))
+        await front.settle(admission, Usage(5, 0, tokens))
     assert (await front.granted(Ask(ALICE, "m", 5))).estimate.completion_tokens == 800
     assert (await front.granted(Ask(ALICE, "other", 5))).estimate.completion_tokens == 100
     assert (await front.granted(Ask(ALICE, "m", 5, 30))).estimate.completion_tokens == 30
@@ -213,7 +220,7 @@ async def test_what_passes_and_what_does_not_is_counted(front: Front) -> None:
 async def test_a_model_of_any_name_is_booked(front: Front, model: str) -> None:
     await front.desk.limit(ALICE, "requests=9/day")
     admission = await front.granted(Ask(ALICE, model, 5))
-    await front.quotas[0].settle(admission, Usage(5, 0, 5))
+    await front.settle(admission, Usage(5, 0, 5))
     assert [key[1:] for key in await front.desk.store.uses(0)] == [(ALICE, "")]
 
 

@@ -52,6 +52,7 @@ async def drained(quotas: Quotas) -> None:
     """All leases are given back."""
     assert quotas._leases is not None
     await quotas._leases.close()
+    await quotas.settled()
 
 
 async def test_a_hot_subject_seldom_asks_the_store(desk: Desk) -> None:
@@ -59,7 +60,7 @@ async def test_a_hot_subject_seldom_asks_the_store(desk: Desk) -> None:
         for _ in range(500):
             admission = await admit(quotas)
             assert admission is not None
-            await quotas.settle(admission, Usage(10, 0, 0))
+            quotas.settle(admission, Usage(10, 0, 0))
         assert quotas.numbers.leased > 450
         await drained(quotas)
         assert await desk.used(ALICE) == pytest.approx([5000, 500])
@@ -98,7 +99,7 @@ async def test_requests_that_outlive_their_lease_are_settled_to_the_token(desk: 
         assert used[0] - sum(each.lines[0].amount for each in await desk.store.reservations()) == 0
         for admission in (*admissions, late):
             assert admission is not None
-            await quotas.settle(admission, Usage(7, 0, 5))
+            quotas.settle(admission, Usage(7, 0, 5))
         await drained(quotas)
         assert (await desk.used(ALICE))[0] == 101 * 12
         assert await desk.store.reservations() == []
@@ -143,7 +144,7 @@ async def test_a_picker_that_dies_frees_its_lease_and_over_admission_has_a_bound
     assert admitted + 10 * len(running_there) <= 2000 + lease
     for admission in running_there:
         assert admission is not None
-        await dead.settle(admission, Usage(10, 0, 0))
+        dead.settle(admission, Usage(10, 0, 0))
     await drained(alive)
     await drained(dead)
     assert (await desk.used(ALICE))[0] >= 10 * len(running_there)  # debt, not loss
@@ -187,7 +188,7 @@ def test_pickers_with_leases_never_pass_a_limit_and_balance(
             elif step == "end" and open_ones:
                 quotas, admission = open_ones.pop(0)
                 reserved = admission.estimate.prompt_tokens
-                await quotas.settle(admission, Usage(min(tokens, reserved), 0, 0))
+                quotas.settle(admission, Usage(min(tokens, reserved), 0, 0))
                 used += min(tokens, reserved)
                 passed -= reserved - min(tokens, reserved)
             elif step == "wait":
@@ -195,7 +196,7 @@ def test_pickers_with_leases_never_pass_a_limit_and_balance(
                 await asyncio.sleep(0)
             assert passed <= 1500
         for quotas, admission in open_ones:
-            await quotas.settle(admission, Usage(admission.estimate.prompt_tokens, 0, 0))
+            quotas.settle(admission, Usage(admission.estimate.prompt_tokens, 0, 0))
             used += admission.estimate.prompt_tokens
         for quotas in pickers:
             await drained(quotas)
@@ -233,7 +234,8 @@ async def test_fifty_at_once_on_two_pickers_never_pass_a_limit(with_leases: bool
                 if admission is not None:
                     passed += 10
                     await asyncio.sleep(0)
-                    await quotas.settle(admission, Usage(10, 0, 0))
+                    quotas.settle(admission, Usage(10, 0, 0))
+                    await quotas.settled()
 
         await asyncio.gather(*(client(number) for number in range(50)))
         assert passed <= 20_000

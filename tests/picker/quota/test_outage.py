@@ -74,7 +74,7 @@ async def test_while_redis_is_down_each_picker_has_its_share() -> None:
             assert isinstance(refused, Refused) and refused.refusal.status == 429
 
             for admission in [*before, *during]:
-                await quotas.settle(admission, Usage(11, 0, 0))
+                quotas.settle(admission, Usage(11, 0, 0))
             assert quotas.owed >= 60
             server.start()
             await until(lambda: quotas.store_up and not quotas.owed)
@@ -168,7 +168,7 @@ async def test_a_redis_that_lost_everything_gets_the_limits_again() -> None:
                 await quotas.admit(ask(0))  # which may find a connection to the server that was
                 await until(lambda quotas=quotas: quotas.store_up and not quotas.owed)  # type: ignore[misc]
             assert isinstance(admission, Admission)
-            await first.settle(admission, Usage(60, 0, 5))  # its reservation is gone
+            first.settle(admission, Usage(60, 0, 5))  # its reservation is gone
             await until(lambda: not first.owed)
             await back(desk.store)
             assert isinstance(await second.admit(ask(50)), Refused)
@@ -207,7 +207,7 @@ async def test_a_cancelled_request_holds_nothing() -> None:
                 task.cancel()
             for answer in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(answer, Admission):  # it had passed already
-                    await quotas.settle(answer, None)
+                    quotas.settle(answer, None)
                 else:
                     assert isinstance(answer, asyncio.CancelledError)
             await until(lambda: not quotas.owed)

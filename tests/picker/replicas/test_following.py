@@ -97,20 +97,23 @@ async def test_what_a_picker_had_on_pods_is_forgotten_when_it_is_gone_but_not_wh
 
 async def test_a_cut_wire_is_noticed_and_what_was_missed_is_told_afterwards():
     ports = free_ports(2)
-    async with cut_wire(ports[1]) as (port, wire), Node(ports[1], []) as two:
-        async with Node(ports[0], [port]) as one:
-            two.picker.pick(A, 700)
-            await until(lambda: one.picker.loads()[A] == (1, 700))
-            wire.clear()
-            two.picker.end(A, 700)
-            two.picker.pick(B, 300)
-            two.picker.learn(B, PROMPT)
-            await until(lambda: one.picker.loads()[A] == (0, 0))
-            assert one.picker.loads()[B] == (0, 0)
-            assert one.connected == [False]
-            wire.set()
-            await until(lambda: one.picker.loads() == {A: (0, 0), B: (1, 300), C: (0, 0)})
-            await until(lambda: one.picker.holds(PROMPT)[B] == len(PROMPT))
+    async with (
+        cut_wire(ports[1]) as (port, wire),
+        Node(ports[1], []) as two,
+        Node(ports[0], [port]) as one,
+    ):
+        two.picker.pick(A, 700)
+        await until(lambda: one.picker.loads()[A] == (1, 700))
+        wire.clear()
+        two.picker.end(A, 700)
+        two.picker.pick(B, 300)
+        two.picker.learn(B, PROMPT)
+        await until(lambda: one.picker.loads()[A] == (0, 0))
+        assert one.picker.loads()[B] == (0, 0)
+        assert one.connected == [False]
+        wire.set()
+        await until(lambda: one.picker.loads() == {A: (0, 0), B: (1, 300), C: (0, 0)})
+        await until(lambda: one.picker.holds(PROMPT)[B] == len(PROMPT))
 
 
 @pytest.mark.parametrize(
