@@ -146,8 +146,12 @@ def picker_http(config: Config) -> Cluster:
     return cluster
 
 
-def another_picker(config: Config) -> RetryPolicy | None:
-    """Asks another picker when one is gone; None where there is no other."""
+def another_picker(config: Config, patience: timedelta) -> RetryPolicy | None:
+    """Asks another picker when one is gone; None where there is no other.
+
+    `patience`: that one may take to answer. Envoy 1.40 takes the longest pause between two tries
+    for that, too.
+    """
     if not several_pickers(config):
         return None
     previous = RetryPolicyRetryHostPredicate(
@@ -158,7 +162,7 @@ def another_picker(config: Config) -> RetryPolicy | None:
         retry_on=RETRYABLE,
         num_retries=max(1, len(pickers(config)) - 1),
         retry_back_off=BackoffStrategy(
-            base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
+            base_interval=timedelta(milliseconds=5), max_interval=patience
         ),
         retry_host_predicate=[previous],
         host_selection_retry_max_attempts=3,

@@ -87,7 +87,7 @@ def ext_authz(config: Config) -> HttpFilter:
                     uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=pick_timeout(config)
                 ),
                 path_prefix=PICK_PATH,
-                retry_policy=another_picker(config),
+                retry_policy=another_picker(config, pick_timeout(config)),
                 authorization_response=AuthorizationResponse(
                     allowed_upstream_headers=names(
                         DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE, STREAM

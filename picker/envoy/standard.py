@@ -56,7 +56,7 @@ def ext_proc(config: Config) -> HttpFilter:
             grpc_service=GrpcService(
                 envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC),
                 initial_metadata=told,
-                retry_policy=another_picker(config),
+                retry_policy=another_picker(config, LONGEST),
             ),
             mutation_rules=HeaderMutationRules(allow_envoy=True),  # the picker asks for retries
             processing_mode=ProcessingMode(

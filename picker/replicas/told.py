@@ -111,8 +111,13 @@ class Told:
             if before is None and len(replica.loads) >= MAX_ENDPOINTS:
                 continue
             if before is None or before.number < number:
-                counts = (load.requests, load.tokens, load.sent, load.waiting)
-                share = Share(*(min(count, MAX_COUNT) for count in counts), load.age)
+                share = Share(
+                    load.requests,
+                    min(load.tokens, MAX_COUNT),
+                    min(load.sent, MAX_COUNT),
+                    load.waiting,
+                    load.age,
+                )
                 self._share(update.replica, replica, load.pod, _Load(number, "", share))
         if update.HasField("begin"):
             named = {load.pod.address for load in update.loads}
