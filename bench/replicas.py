@@ -39,7 +39,7 @@ from bench.report import spread, write
 from picker.config import Config, PickerAddress, ReplicasSection
 from picker.load import Load
 from picker.names import PICK_PATH, STREAM
-from picker.pool import Pool
+from picker.pool import Endpoint, Pool
 from picker.prefix.approximate import ApproximatePrefix
 from picker.replicas.known import Known
 from picker.replicas.replicas import Replicas
@@ -175,7 +175,7 @@ async def measure_convergence(addresses: Sequence[str], count: int, folder: Path
 class Prompts(ApproximatePrefix):
     """Tells when it has learnt something from another picker."""
 
-    def learn_elsewhere(self, endpoint: Any, keys: Sequence[int]) -> None:
+    def learn_elsewhere(self, endpoint: Endpoint, keys: bytes) -> None:
         super().learn_elsewhere(endpoint, keys)
         if self.on_learn is not None:
             self.on_learn(endpoint, b"")

@@ -7,7 +7,7 @@ recently; what the pod serves to others, or loses otherwise, stays unknown.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -123,12 +123,12 @@ class ApproximatePrefix:
             self.on_learn(endpoint, use[KEY_BYTES:])
         return use
 
-    def learn_elsewhere(self, endpoint: Endpoint, keys: Sequence[int]) -> None:
-        """Another picker sent a prompt with these blocks to an endpoint."""
+    def learn_elsewhere(self, endpoint: Endpoint, keys: bytes) -> None:
+        """Another picker sent a prompt with these blocks to an endpoint: 8 bytes for each key."""
         if endpoint.alive:
             if self._part != MAX_BLOCKS // len(self._wanted):
                 self._share()
-            self._index.learn(endpoint.slot, keys)
+            self._index.learn(endpoint.slot, memoryview(keys).cast("Q").tolist())
 
     def recent(self, most_blocks: int) -> Iterator[tuple[Endpoint, bytes]]:
         """What was learnt last, of each pod its part of so many blocks, the oldest of these first.

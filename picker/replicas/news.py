@@ -21,7 +21,7 @@ from picker.replicas.outbox import Outbox
 from picker.replicas.totals import Totals, Who
 
 SOON_SECONDS = 0.002  # that changes are collected after a pause
-BATCH_SECONDS = 0.01  # from one update to the next
+BATCH_SECONDS = 0.02  # from one update to the next
 BEAT_SECONDS = 1.0  # without any, after which followers are told that we live
 BATCH_BYTES = 256 << 10  # of block keys, that are sent without further waiting
 SNAPSHOT_BLOCKS = 1 << 18  # of all pods together: 2 MiB of keys

@@ -150,7 +150,7 @@ class Told:
                 continue
             for chain in learned.chains:
                 if _is_chain(chain):
-                    prompts.learn_elsewhere(endpoint, keys_of(chain).tolist())
+                    prompts.learn_elsewhere(endpoint, chain)
                     keys += len(chain) // _KEY
                     if keys > KEYS_AT_ONCE:
                         keys = 0
