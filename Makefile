@@ -43,6 +43,8 @@ lint: setup
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -Ipicker/quota=proto --python_out=. --pyi_out=. \
 	  picker/quota/admin.proto
+	$(BIN)/python -m grpc_tools.protoc -Ipicker/replicas=proto --python_out=. --pyi_out=. \
+	  picker/replicas/replica.proto
 
 # What the images are made of, pinned byte by byte: after a change of dependencies, and now and then
 # for fixes of theirs.

@@ -36,6 +36,8 @@ from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
 from picker.reload import Reloads
+from picker.replicas.gauges import ReplicaGauges
+from picker.replicas.replicas import Replicas
 from picker.request import parse
 from picker.tls import ServerTls
 
@@ -65,6 +67,7 @@ class Views:
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
+    replicas: Callable[[], Replicas | None] = lambda: None  # where there are other pickers
     gate: Gate | None = None  # where there are quotas or flow control
     reloads: Reloads = field(default_factory=Reloads)
     tls: ServerTls | None = None  # of the gRPC port, where it has it
@@ -147,6 +150,8 @@ class Pages:
             all_pages.append(self._views.cluster.leader.page())
         if self._kubernetes is not None:
             all_pages.append(self._kubernetes.page())
+        if (replicas := self._views.replicas()) is not None:
+            all_pages.append(ReplicaGauges(replicas).page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -177,6 +182,7 @@ class Pages:
     async def state(self, request: web.Request) -> web.Response:
         """The pods as the picker sees them now. `null` is a number that a pod does not tell."""
         views = self._views
+        replicas = views.replicas()
         canonical = msgspec.json.encode(as_data(views.config()), order="deterministic")
         pods = []
         for address, endpoint in views.pool.endpoints.items():
@@ -194,6 +200,8 @@ class Pages:
                     "kvUsage": load.kv_usage,
                     "inflightRequests": load.inflight,
                     "inflightTokens": load.inflight_tokens,
+                    "elsewhereRequests": load.elsewhere.requests,
+                    "elsewhereTokens": load.elsewhere.tokens,
                     "kvTokens": load.kv_tokens,
                     "runningAdapters": sorted(load.adapters.running),
                     "waitingAdapters": sorted(load.adapters.waiting),
@@ -210,6 +218,7 @@ class Pages:
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
                 "kubernetes": None if self._kubernetes is None else self._kubernetes.state(),
+                "replicas": replicas and replicas.state(),
             }
         )
 

@@ -300,6 +300,15 @@ class ReplicasSection(Section, frozen=True):
 
     peers: list[str] = []  # ip:port of their listen.replica; ours among them does no harm
     service: str = ""  # name:port of a headless service that names them, in place of `peers`
+    secret: str = ""  # a file of 16 bytes or more that only they know; empty: whoever asks is told
+
+
+class PickerAddress(Section, frozen=True):
+    """Where Envoy reaches one picker."""
+
+    host: str = "127.0.0.1"
+    grpc: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9002
+    http: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9004
 
 
 class Envoy(Section, frozen=True):
@@ -316,6 +325,7 @@ class Envoy(Section, frozen=True):
     picker_ca: str = ""  # PEM file that verifies the picker; empty: listen.tls.certificate
     certificate: str = ""  # PEM files that the picker is shown, where listen.tls.clientCa asks
     key: str = ""
+    pickers: list[PickerAddress] = []  # empty: the one of `listen`
 
 
 class Config(Section, frozen=True):

@@ -22,6 +22,7 @@ from picker.flow_queue import FlowQueue, Full
 from picker.lengths import Lengths
 from picker.objectives import Objectives
 from picker.refusal import Refusal
+from picker.vtc import VirtualTokenCounter
 from picker.waiting import Band, Stage, Visit
 
 ROOM_SECONDS = 0.05  # that a known room is used up in, before it is looked at again
@@ -108,6 +109,21 @@ class Flow:
     @property
     def waiting_bytes(self) -> int:
         return self._queue.size
+
+    # Other pickers
+
+    @property
+    def on_charge(self) -> Callable[[int, str, float, bool], None] | None:
+        """Told of each charge here: see FlowQueue. To be set before the first visit."""
+        return self._queue.on_charge
+
+    @on_charge.setter
+    def on_charge(self, hears: Callable[[int, str, float, bool], None]) -> None:
+        self._queue.on_charge = hears
+
+    def counters(self, priority: int) -> VirtualTokenCounter:
+        """What the tenants of a priority got."""
+        return self._queue.band(priority).vtc
 
     # A visit
 

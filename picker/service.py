@@ -28,13 +28,17 @@ from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
 from picker.reload import Reloads, in_force
+from picker.replicas.known import Known
+from picker.replicas.replicas import Replicas, is_one_of_many, read_secret
+from picker.replicas.replicas import check_settings as check_replicas
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.scrape import check_settings as check_metrics
 from picker.server import LAST_WORDS_SECONDS, ExtProcServer
 from picker.sessions import Sessions
-from picker.tls import ServerTls, check_settings
+from picker.tls import ServerTls
+from picker.tls import check_settings as check_tls
 
 if TYPE_CHECKING:
     from picker.kubernetes.cluster import Cluster
@@ -55,6 +59,7 @@ class Ports:
     health: int
     admin: int
     quota: int | None  # where there is a service to administer quotas
+    replica: int | None  # where there are other pickers
 
 
 class Service:
@@ -68,13 +73,18 @@ class Service:
     """
 
     def __init__(self, config: Config) -> None:
-        check_settings(config.listen.tls)
+        check_tls(config.listen.tls)
+        check_replicas(config)
         self.config = config
         kubernetes.check(config)
         self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
-        self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
+        if self._events is None:
+            self._prompts = ApproximatePrefix(self._pool, config.prefix)
+        else:
+            self._prompts = self._events.approximate
+        self._prefix: PrefixProducer = self._events or self._prompts
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
         if config.quota.enabled or config.flow.enabled or config.identity.tells:
@@ -82,6 +92,7 @@ class Service:
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
         self._journal = Journal()
+        self._replicas: Replicas | None = None  # where there are other pickers
         scheduler = Scheduler(config.scheduling)
         self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
         self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
@@ -121,7 +132,9 @@ class Service:
     def _tell(self) -> None:
         """Probes and watchers, whether we are ready."""
         if self._servers is not None:
-            self._servers.health.set_ready(self.not_ready is None)
+            ready = self.not_ready is None
+            self._servers.health.set_ready(ready)
+            self._servers.lean.ready = ready
 
     @property
     def num_endpoints(self) -> int:
@@ -164,8 +177,11 @@ class Service:
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
             quota=await self._start_quota_admin(servers),
+            replica=await self._join(servers),
         )
         await self._prefix.start()
+        if self._replicas is not None:
+            await self._replicas.start()
         await self._scraper.start()
         if self._kubernetes is not None:
             await self._kubernetes.start()
@@ -181,6 +197,8 @@ class Service:
             await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
+        if self._replicas is not None:
+            await self._replicas.first_round()
         assert self._servers is not None, "started"
         await self._servers.lean.serve()
         self._not_ready = None
@@ -222,6 +240,8 @@ class Service:
             await self._cluster.close()
         if self._kubernetes is not None:
             await self._kubernetes.stop()
+        if self._replicas is not None:
+            await self._replicas.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -300,6 +320,31 @@ class Service:
         servers.quota = QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
         return await _listen(servers.quota, listen.host, listen.quota, "quota")
 
+    async def _join(self, servers: _Servers) -> int | None:
+        """Let other pickers follow us, where there are any. Returns the port."""
+        config = self.config
+        if not is_one_of_many(config):
+            return None
+        secret = read_secret(config)
+        naming = 0
+        if self._events is not None and secret:
+            from picker.prefix import keys
+
+            naming = keys.share(secret)
+        known = Known(
+            self._pool,
+            self._load,
+            self._prompts,
+            self._sessions,
+            None if self._gate is None else self._gate.flow,
+            None if self._events is None else self._events.index,
+            naming,
+        )
+        self._replicas = replicas = Replicas(config, known, secret, servers.access_log.handed)
+        servers.access_log.others = replicas.news
+        servers.lean.owner = f"{replicas.replica:016x}"
+        return await _listen(replicas.server, config.listen.host, config.listen.replica, "replica")
+
     def _quota_store(self) -> Store:
         """The one store: requests and administrators meet there."""
         if self._store is None:
@@ -316,6 +361,7 @@ class Service:
             metrics=self._metrics,
             config=lambda: self.config,
             not_ready=lambda: self.not_ready,
+            replicas=lambda: self._replicas,
             gate=self._gate,
             tls=self._tls,
             reloads=self.reloads,
@@ -399,7 +445,8 @@ class _Servers:
         credentials = None if tls is None else tls.credentials
         self.ext_proc = ExtProcServer(director, config, credentials)
         self.lean = LeanServer(director, config)
-        AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
+        self.access_log = AccessLogService(self.lean.tickets)
+        self.access_log.add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
         self.health = Health(still)
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses

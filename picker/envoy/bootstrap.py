@@ -38,20 +38,15 @@ def bootstrap(
     """
     lean = config.envoy.profile == "lean"
     for name in ("grpc", "http") if lean else ("grpc",):
-        if not getattr(config.listen, name):
+        if not getattr(config.listen, name) and not config.envoy.pickers:
             raise ValueError(f"listen.{name} is 0: Envoy must know the picker's port")
     addresses = None if discover else [spec.address for spec in config.pool.endpoints]
     upstreams = [
         clusters.pods(addresses, tell_served=not lean),
-        clusters.picker_grpc(
-            config.listen.host,
-            config.listen.grpc,
-            watched=not lean,
-            transport=tls.to_picker(config),
-        ),
+        clusters.picker_grpc(config, tls.to_picker(config)),
     ]
     if lean:
-        upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))
+        upstreams.append(clusters.picker_http(config))
     listeners = [listener.clients(config)]
     if baseline_port is not None:
         listeners.append(listener.baseline(config, baseline_port))

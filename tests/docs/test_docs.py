@@ -31,6 +31,7 @@ from picker.kubernetes import view as kubernetes_gauges
 from picker.names import PICK_PATH
 from picker.prefix import gauges as prefix_gauges
 from picker.quota import gauges as quota_gauges
+from picker.replicas import gauges as replica_gauges
 from picker.schedule import DEFAULT_SCORERS, FRESH
 from picker.service import check_config
 from scorers import SCORERS
@@ -52,6 +53,7 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.index": "bench.index",
     "python -m bench.quota": "bench.quota",
     "python -m bench.fairness": "bench.fairness",
+    "python -m bench.replicas": "bench.replicas",
 }
 OTHERS_FLAGS = {  # of other programs
     "--disable-hot-restart",
@@ -291,9 +293,8 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
     page = worker.ask("GET", "/metrics")[1].decode() + picker.ask("GET", "/metrics")[1].decode()
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE)
-    for spec in specs_of(
-        flow_gauges, quota_gauges, kubernetes_gauges, tls, leader
-    ):  # exported where these are switched on
+    # Exported where these are switched on
+    for spec in specs_of(flow_gauges, quota_gauges, kubernetes_gauges, tls, leader, replica_gauges):
         exported.add(spec.name)
         histograms += [spec.name] * (spec.kind == "histogram")
     for histogram in histograms:
@@ -315,6 +316,7 @@ def test_every_metric_of_the_picker_is_documented() -> None:
         prefix_gauges,
         quota_gauges,
         kubernetes_gauges,
+        replica_gauges,
         tls,
         leader,
     )
