@@ -482,19 +482,20 @@ TestInterleavings = Interleavings.TestCase
 async def test_without_a_queue_picks_and_bodies_are_left_as_they_are() -> None:
     """As the reference picker without flow control: only what is sheddable notices."""
     flow = Flow(enabled=True, queue=False, objectives={"batch": -1})
-    core = Core(PODS, gate=Config(flow=flow, usage=False), scorers={"queue": 1.0}, seed=1)
+    core = Core(PODS, gate=Config(flow=flow, usage=False), scorers={"kv": 1.0}, seed=1)
     full = core.endpoint(PODS[0])
-    core.load.report(full, LoadReport(waiting=9, running=1, kv_usage=1.0), core.now)
+    core.load.report(full, LoadReport(waiting=9, running=1, kv_usage=0.1), core.now)
+    core.load.report(core.endpoint(PODS[1]), LoadReport(0, 1, 0.5), core.now)
     body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
     headers = {"content-type": "application/json"}
 
     async def ask(**more: str) -> Pick:
         named = {name.replace("_", "-"): value for name, value in more.items()}
-        picking = core.director.route("POST", "/v1/completions", headers | named, body, (PODS[0],))
+        picking = core.director.route("POST", "/v1/completions", headers | named, body)
         return picking if isinstance(picking, Pick) else await picking
 
     pick = await ask()
-    assert pick.endpoint is full
+    assert pick.endpoint is full  # which its scores say, although another has room
     assert pick.splice is None  # nobody counts its usage
     core.load.report(core.endpoint(PODS[1]), LoadReport(9, 1, 1.0), core.now)
     with pytest.raises(Refusal) as refused:
