@@ -125,6 +125,7 @@ class Quotas:
         self._steady = steady
         self._ttl = float(config.reservation_ttl)
         self._life = min(life, self._ttl)
+        self._cached_cost = config.cached_cost
         self._name = secrets.token_hex(6)
         self._ids = count()
         self._outputs = Outputs(config.expected_output)
@@ -257,10 +258,11 @@ class Quotas:
         Raises:
             StoreDown: it says nothing.
         """
-        plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+        wall = self._store.wall()
+        plan = self.policy.plan(ask.subject, ask.model, wall)
         if _bar(self.policy, plan, ask) is not None:
             await self._link.read()  # it may be barred no longer
-            plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+            plan = self.policy.plan(ask.subject, ask.model, wall)
             if (refusal := _bar(self.policy, plan, ask)) is not None:
                 self.numbers.barred += 1
                 return Refused(refusal)
@@ -268,13 +270,13 @@ class Quotas:
             granted = self._leases.take(id, plan, amounts, ask.model)
             if granted is not None:
                 self.numbers.leased += 1
-                return self._grant(id, ask, amounts, plan, granted)
+                return self._grant(id, ask, amounts, plan, granted, wall)
             await self._link.ask(self._leases.make, plan, amounts, ask.model)
         answer = await self._link.reserve(id, plan, amounts, ask.model, self._life)
         self._shares.rest()
         if isinstance(answer, Granted):
             self._renewals.add(id)
-            return self._grant(id, ask, amounts, plan, answer)
+            return self._grant(id, ask, amounts, plan, answer, wall)
         if isinstance(answer, Denied):
             return self._deny(plan, answer)
         return None
@@ -283,7 +285,8 @@ class Quotas:
         """The answer while the store is down."""
         if not self._link.known:
             return self._unavailable()
-        plan = self.policy.plan(ask.subject, ask.model, self._store.wall())
+        wall = self._store.wall()
+        plan = self.policy.plan(ask.subject, ask.model, wall)
         if (refusal := _bar(self.policy, plan, ask)) is not None:
             self.numbers.barred += 1
             return Refused(refusal)
@@ -293,7 +296,7 @@ class Quotas:
         if isinstance(answer, Denied):
             return self._deny(plan, answer)
         self.numbers.degraded += 1
-        return self._grant(id, ask, amounts, plan, answer, degraded=True)
+        return self._grant(id, ask, amounts, plan, answer, wall, degraded=True)
 
     def _grant(
         self,
@@ -302,13 +305,14 @@ class Quotas:
         amounts: Amounts,
         plan: Plan,
         granted: Granted,
+        at: float,
         *,
         degraded: bool = False,
     ) -> Admission:
         self.numbers.granted += 1
         if granted.shadowed:
             self.numbers.shadowed += 1
-        return Admission(id, ask, degraded, amounts, plan, granted, self._store.wall())
+        return Admission(id, ask, degraded, amounts, plan, granted, at)
 
     def _deny(self, plan: Plan, denied: Denied) -> Refused:
         check = plan.checks[denied.check]
@@ -325,7 +329,7 @@ class Quotas:
             return FREE
         prompt, output = usage.prompt_tokens, usage.completion_tokens
         cached = min(usage.cached_tokens or 0, prompt)
-        counted = prompt - cached + math.ceil(cached * self._config.cached_cost)
+        counted = prompt - cached + math.ceil(cached * self._cached_cost)
         return Spent((1, counted, output, counted + output, 0), prompt, cached, output)
 
     def _finish(self, lease: Lease) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -199,6 +200,7 @@ def split(name: str) -> tuple[str, str]:
     return kind, own_name
 
 
+@lru_cache(maxsize=1024)  # asked about each request's model
 def fit_name(name: str) -> bool:
     """Whether it can be a subject's or a model's own name."""
     return 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()

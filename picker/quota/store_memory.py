@@ -48,6 +48,7 @@ class MemoryStore:
         self._offset = wall() - steady()  # so that all times look alike
         self._ledger = Ledger()
         self._revision = 0
+        self._version = "0"
         self._records: dict[str, Record] = {}
         self._removed: dict[str, int] = {}  # at which revision
         self._audit: deque[Entry] = deque(maxlen=MAX_AUDIT)
@@ -106,6 +107,7 @@ class MemoryStore:
             if found != expected:
                 raise Conflict(name, expected, found)
         self._revision += 1
+        self._version = str(self._revision)
         for name, _, subject in changes:
             if subject is None:
                 self._records.pop(name, None)
@@ -187,10 +189,6 @@ class MemoryStore:
     def size(self) -> int:
         """Counters and lines of the books."""
         return len(self._ledger.counters) + len(self._ledger.uses)
-
-    @property
-    def _version(self) -> str:
-        return str(self._revision)
 
     def _now(self) -> float:
         return self._offset + self._steady()
