@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from picker.document import ConfigError, Document, Place, nearest, read_text, shown
+from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
 
 MIB = 1 << 20
 T = TypeVar("T")
@@ -436,8 +436,11 @@ def build(
         except ConfigError:
             raise
         except ValueError as problem:
-            place = document.mentioned(str(problem))
-            raise document.error(place, str(problem)) from None
+            place, what = document.mentioned(str(problem)), str(problem)
+            named, colon, rest = what.partition(": ")
+            if colon and dotted(place).startswith(named):  # the place is named anyhow
+                what = rest
+            raise document.error(place, what) from None
     return config
 
 
