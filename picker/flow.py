@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from math import ceil, inf
+from math import ceil
 from typing import Protocol
 
 from picker.config import Flow as Settings
