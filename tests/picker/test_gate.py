@@ -534,8 +534,8 @@ async def test_who_must_tell_who_it_is_need_not_be_limited() -> None:
     await core.gate.start(MemoryStore)
     body = json.dumps({"model": "llama", "prompt": "Hi"}).encode()
     with pytest.raises(Refusal) as caught:
-        await core.director.route("POST", "/v1/completions", {}, body)  # type: ignore[misc]
+        core.director.route("POST", "/v1/completions", {}, body)
     assert caught.value.status == 401
-    pick = await core.director.route("POST", "/v1/completions", {TENANT: "a"}, body)  # type: ignore[misc]
+    pick = core.director.route("POST", "/v1/completions", {TENANT: "a"}, body)
     assert pick.tenant == "a"
     pick.end(Outcome.ABORTED)
