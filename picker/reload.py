@@ -19,7 +19,7 @@ LIVE = {  # sections and keys that need no restart
     "metrics",
     "scheduling",
     "sessions",
-    "identity",
+    *(f"identity.{key}" for key in ("keys", "claim", "payload", "header", "default")),
     *(
         f"flow.{key}"
         for key in (

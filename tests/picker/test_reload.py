@@ -302,9 +302,19 @@ async def test_other_pages_are_asked_for_load() -> None:
 
 def test_what_is_in_force_is_named_key_by_key() -> None:
     old = parse("flow: {ttl: 1s, order: deadline}\ndrain: 1s\nlisten: {grpc: 1}")
-    new = parse("flow: {ttl: 2s}\ndrain: 2s\nlisten: {grpc: 2, admin: 3}\nmaxBody: 1MiB")
+    more = "identity: {header: x, required: true}"
+    new = parse(
+        f"flow: {{ttl: 2s}}\ndrain: 2s\nlisten: {{grpc: 2, admin: 3}}\nmaxBody: 1MiB\n{more}"
+    )
     config, waiting = in_force(old, new)
     assert (config.flow.ttl, config.flow.order, config.drain) == (2, "deadline", 2)
     assert (config.listen, config.max_body) == (old.listen, old.max_body)
-    assert waiting == ["listen.grpc", "listen.admin", "flow.order", "maxBody"]
+    assert (config.identity.header, config.identity.required) == ("x", False)
+    assert waiting == [
+        "listen.grpc",
+        "listen.admin",
+        "identity.required",
+        "flow.order",
+        "maxBody",
+    ]
     assert in_force(old, old) == (old, [])
