@@ -41,8 +41,9 @@ from picker.usage import Usage
 
 PODS = 20
 TENANTS = 100
-BATCH = 100  # requests between two looks at the clock
-AT_ONCE = 8  # that run together
+AT_ONCE = 8  # requests that run together
+BATCH = 2 * AT_ONCE  # between two looks at the clock: few, so that some are left undisturbed
+SCRAPE = 5  # batches between two scrapes, which are not measured
 CHUNKS = 2  # pieces of an answer, each with one token
 TENANT = "x-tenant"
 LIMITS = ("total-tokens=900M/minute", "requests=900k/second")
@@ -123,7 +124,6 @@ class Way:
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
         if self.gate is not None:
             await self.gate.settled()
-        self.scrape()
 
 
 async def measure(seconds: float) -> dict[str, Any]:
@@ -137,8 +137,11 @@ async def measure(seconds: float) -> dict[str, Any]:
             await way.batch()
         end = time.perf_counter() + seconds * len(ways)
         while time.perf_counter() < end:
-            for name, way in ways.items():
-                times[name].append(await timed(way.batch))
+            for way in ways.values():
+                way.scrape()
+            for _ in range(SCRAPE):
+                for name, way in ways.items():
+                    times[name].append(await timed(way.batch))
         for way in ways.values():
             if way.gate is not None:
                 await way.gate.stop()
@@ -158,7 +161,7 @@ async def measure(seconds: float) -> dict[str, Any]:
 async def timed(batch: Callable[[], Any]) -> float:
     started = time.process_time()
     await batch()
-    return (time.process_time() - started) / (BATCH // AT_ONCE * AT_ONCE) * 1e6
+    return (time.process_time() - started) / BATCH * 1e6
 
 
 @click.command()

@@ -194,8 +194,13 @@ class Director:
             if self.rewrites.active:
                 self.rewrites.apply(request)
             tokens = self._prefix.prepare(request)
+            passage = None
+            if tokens is None and self._gate is not None:
+                passage = self._gate.pass_at_once(request)
         except Exception as problem:
             raise self._refusal(problem) from None
+        if passage is not None:
+            return self._pick_passed(request, passage)
         if tokens is None and self._gate is None:
             return self.pick(request)
         return self._pick_later(request, tokens)
@@ -209,6 +214,9 @@ class Director:
             passage = await self._gate.enter(request)
         except Exception as problem:
             raise self._refusal(problem) from None
+        return self._pick_passed(request, passage)
+
+    def _pick_passed(self, request: LLMRequest, passage: Passage) -> Pick:
         try:
             return self.pick(request, passage)
         except Refusal:

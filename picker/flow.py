@@ -24,7 +24,6 @@ from picker.objectives import Objectives
 from picker.refusal import Refusal
 from picker.waiting import Band, Stage, Visit
 
-ROOM_SECONDS = 0.05  # that a known room is used up in, before it is looked at again
 MAX_RETRY_SECONDS = 60
 NO_PODS_RETRY_SECONDS = 5
 PACE = 0.1  # weight of the latest in the mean time between dispatches
@@ -83,8 +82,6 @@ class Flow:
             token_cost(settings) if cost is None else cost,
             self._objectives.weight if weight is None else weight,
         )
-        self._room = 0  # requests that may go before it is asked for again
-        self._room_until = -inf
         self._sending = 0  # visits that were let go, and that the load does not know of yet
         self._by_arrival: deque[Visit] = deque()  # those that wait, and some that do no longer
         self._timer: Timer | None = None  # of the first of them
@@ -140,6 +137,14 @@ class Flow:
             self._loop().time() + self._objectives.patience(headers),
         )
 
+    def go(self, visit: Visit) -> bool:
+        """A request comes. Whether it may go at once; else it may `wait`."""
+        visit.arrived = self._loop().time()
+        if self._closed or self._queue.requests or not self._has_room():
+            return False
+        self._pass(visit)
+        return True
+
     def wait(self, visit: Visit) -> asyncio.Future[None] | None:
         """A request comes. None: it may go at once; else await the future.
 
@@ -151,17 +156,11 @@ class Flow:
             raise _ending()
         if not self._pods.num_pods and self._settings.scale_from_zero == "reject":
             raise _no_pods()
-        loop = self._loop()
-        now = visit.arrived = loop.time()
-        if not self._queue.requests:
-            if self._room <= 0 or now >= self._room_until:
-                self._look(now)
-            if self._room > 0:
-                self._pass(visit)
-                return None
+        if self.go(visit):
+            return None
         if visit.priority < 0 and self._settings.sheddable == "reject":
             raise self._refusal("saturated", "all pods are busy, and the priority is below 0")
-        return self._enqueue(visit, now, loop)
+        return self._enqueue(visit, visit.arrived, self._loop())
 
     def picked(self, visit: Visit) -> None:
         """The load counts the request on its pod from now on."""
@@ -205,15 +204,13 @@ class Flow:
 
     def wake(self) -> None:
         """There may be more room, or less: a pod told its load."""
-        self._room_until = -inf
         if self._queue.requests:
             self._serve()
 
     def _serve(self) -> None:
         """Let go whom there is room for."""
         now = self._loop().time()
-        self._look(now)
-        while self._room > 0 and (visit := self._queue.first()) is not None:
+        while self._has_room() and (visit := self._queue.first()) is not None:
             future = visit.future
             assert future is not None
             if future.cancelled():  # its client left, and `left` is about to say so
@@ -237,9 +234,8 @@ class Flow:
 
     # Going
 
-    def _look(self, now: float) -> None:
-        self._room = self._pods.room() - self._sending
-        self._room_until = now + ROOM_SECONDS
+    def _has_room(self) -> bool:
+        return self._pods.room() > self._sending
 
     def _pass(self, visit: Visit) -> None:
         """Go without having waited."""
@@ -251,7 +247,6 @@ class Flow:
         self.passed += 1
 
     def _let_go(self) -> None:
-        self._room -= 1
         self._sending += 1
         self.running += 1
 

@@ -141,26 +141,38 @@ class Gate:
         if self.quotas is not None:
             await self.quotas.settled()
 
+    def pass_at_once(self, request: LLMRequest) -> Passage | None:
+        """Let a request pass that has to wait for nothing; None: it has to `enter`.
+
+        Raises:
+            Refusal: it may not.
+        """
+        if self.quotas is not None:
+            return None
+        passage = self._passage(request)
+        if self.flow is not None and _costs(request):
+            passage.visit = self._visit(self.flow, passage, request)
+            if not self.flow.go(passage.visit):
+                return None
+            self.waits.observe(passage.visit.priority, 0.0)
+        return passage
+
     async def enter(self, request: LLMRequest) -> Passage:
         """Wait until a request may go.
 
         Raises:
             Refusal: it may not.
         """
-        caller = await self._caller(request)
-        passage = Passage(caller, request.prompt_tokens, self, most_output=request.most_output)
-        self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
+        if self.quotas is not None and self._reads_keys:
+            digest = self.identities.key_digest(request.headers)
+            if digest is not None:
+                await self.quotas.find_key(digest)  # a new one may not be known here yet
+        passage = self._passage(request)
         try:
             if self.quotas is not None:
-                passage.admission = await self._admit(self.quotas, caller, request)
-            if self.flow is not None and request.method == "POST":  # others cost a pod nothing
-                visit = passage.visit = self.flow.visit(
-                    caller.tenant,
-                    request.headers,
-                    prompt_tokens=request.prompt_tokens,
-                    size=len(request.body),
-                    most_output=request.most_output,
-                )
+                passage.admission = await self._admit(self.quotas, passage.caller, request)
+            if self.flow is not None and _costs(request):
+                visit = passage.visit = self._visit(self.flow, passage, request)
                 turn = self.flow.wait(visit)
                 if turn is not None:
                     await turn
@@ -174,12 +186,22 @@ class Gate:
         """Those of some pods that can take a request; all of them if none can."""
         return slots if self.saturation is None else self.saturation.with_room(slots)
 
-    async def _caller(self, request: LLMRequest) -> Caller:
-        if self.quotas is not None and self._reads_keys:
-            digest = self.identities.key_digest(request.headers)
-            if digest is not None:
-                await self.quotas.find_key(digest)  # a new one may not be known here yet
-        return self.identities.caller(request.headers, request.claim)
+    def _passage(self, request: LLMRequest) -> Passage:
+        tokens = request.prompt_tokens
+        if tokens > self.longest_prompt:
+            self.longest_prompt = tokens
+        caller = self.identities.caller(request.headers, request.claim)
+        return Passage(caller, tokens, self, most_output=request.most_output)
+
+    @staticmethod
+    def _visit(flow: Flow, passage: Passage, request: LLMRequest) -> Visit:
+        return flow.visit(
+            passage.caller.tenant,
+            request.headers,
+            prompt_tokens=request.prompt_tokens,
+            size=len(request.body),
+            most_output=request.most_output,
+        )
 
     @staticmethod
     async def _admit(quotas: Quotas, caller: Caller, request: LLMRequest) -> Admission:
@@ -250,3 +272,8 @@ class Gate:
         above = (name for name, _ in policy.ancestry(subject))
         tenant = next((name for name in above if name.startswith("tenant/")), subject)
         return Owner(subject, tenant.removeprefix("tenant/"))
+
+
+def _costs(request: LLMRequest) -> bool:
+    """Whether a pod has to do something for it, so that it waits its turn."""
+    return request.method == "POST"
