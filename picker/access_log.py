@@ -1,13 +1,14 @@
 """Envoy's access log: how picked requests of the lean profile go on and end.
 
 Speaks envoy.service.accesslog.v3.AccessLogService. Envoy sends entries in batches, several times
-while a request runs and once at its end.
+while a request runs and once at its end. Of several pickers it tells one, which hands on what is
+another's.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLogEntry
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from picker.director import Outcome
-from picker.names import ACCESS_LOG, STREAM, USAGE_NAMESPACE
+from picker.names import ACCESS_LOG, OWNER, STREAM, USAGE_NAMESPACE
 from picker.tickets import Tickets
 from picker.usage import Usage, read_usage
 
@@ -25,10 +26,22 @@ from picker.usage import Usage, read_usage
 _NEVER_PICKED = frozenset(("ext_authz_denied", "direct_response", "request_payload_too_large"))
 
 
+class Others(Protocol):
+    """The other pickers; `replicas.news.News` in full."""
+
+    @property
+    def replica(self) -> int:
+        """Our own number among them."""
+
+    def hand(self, owner: int | None, entry: bytes) -> None:
+        """Tell one of them of an entry; None: all."""
+
+
 class AccessLogService:
     """Settles tickets by what Envoy tells about them."""
 
     def __init__(self, tickets: Tickets) -> None:
+        self.others: Others | None = None
         self._tickets = tickets
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -49,13 +62,35 @@ class AccessLogService:
         name = entry.request.request_headers.get(STREAM)
         if name is None:
             return
+        if self.others is None:
+            self._settle(name, entry)
+            return
+        name, _, told = name.partition(OWNER)
+        owner = _replica(told)
+        if owner is not None and owner != self.others.replica:
+            self.others.hand(owner, entry.SerializeToString())
+        elif not self._settle(name, entry) and owner is None:
+            # Its client left before the pick was answered: whoever is asked yet has to know.
+            self.others.hand(None, entry.SerializeToString())
+
+    def handed(self, data: bytes) -> None:
+        """An entry that another picker got."""
+        with suppress(DecodeError):
+            entry = HTTPAccessLogEntry.FromString(data)
+            name = entry.request.request_headers.get(STREAM, "").partition(OWNER)[0]
+            if name:
+                self._settle(name, entry)
+
+    def _settle(self, name: str, entry: HTTPAccessLogEntry) -> bool:
+        """False: a request ended of which nothing is known here."""
         common, response = entry.common_properties, entry.response
         going_on = common.intermediate_log_entry
         pick = self._tickets.renew(name) if going_on else self._tickets.close(name)
         if pick is None:
-            if not going_on and response.response_code_details not in _NEVER_PICKED:
-                self._tickets.ended_early(name)
-            return
+            if going_on or response.response_code_details in _NEVER_PICKED:
+                return True
+            self._tickets.ended_early(name)
+            return False
         status = response.response_code.value  # 0 before there is one
         # Without a byte from upstream, the answer is Envoy's own.
         heard = common.HasField("time_to_first_upstream_rx_byte")
@@ -70,6 +105,7 @@ class AccessLogService:
         if not going_on:
             after = max(0.0, _seconds(common.duration) - _seconds(common.time_to_last_rx_byte))
             pick.end(_outcome(status, common), _usage(found), after=after)
+        return True
 
 
 def _entries(message: bytes) -> list[HTTPAccessLogEntry]:
@@ -95,6 +131,14 @@ def _pieces(data: bytes, kind: Any, field: str) -> list[bytes]:
     number = kind.DESCRIPTOR.fields_by_name[field].number
     unread = UnknownFieldSet(Empty.FromString(data))
     return [each.data for each in unread if each.field_number == number]
+
+
+def _replica(text: str) -> int | None:
+    """A picker's number as it stands in names."""
+    try:
+        return int(text, 16) if 0 < len(text) <= 16 else None
+    except ValueError:
+        return None
 
 
 def _outcome(status: int, common: AccessLogCommon) -> Outcome:

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import REGISTRY, generate_latest
 
+from picker.admin_access import guard
 from picker.config import Config, as_data
 from picker.document import plain
 from picker.exposition import CONTENT_TYPE
@@ -34,9 +35,16 @@ from picker.prefix.match import PrefixProducer
 from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
 from picker.refusal import Refusal
+from picker.reload import Reloads
+from picker.replicas.gauges import ReplicaGauges
+from picker.replicas.replicas import Replicas
 from picker.request import parse
+from picker.tls import ServerTls
 
 if TYPE_CHECKING:
+    from picker.kubernetes.cluster import Cluster
+    from picker.kubernetes.follow import KubernetesPool
+    from picker.kubernetes.view import KubernetesView
     from picker.prefix.precise import EventsPrefix
 
 DEFAULT_LIMIT = 100  # picks on a page
@@ -59,14 +67,22 @@ class Views:
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
+    replicas: Callable[[], Replicas | None] = lambda: None  # where there are other pickers
     gate: Gate | None = None  # where there are quotas or flow control
+    reloads: Reloads = field(default_factory=Reloads)
+    tls: ServerTls | None = None  # of the gRPC port, where it has it
+    cluster: Cluster | None = None  # where Kubernetes is asked who leads, or who reads
+    kubernetes: KubernetesPool | None = None  # where the pods are found there
     started: float = field(default_factory=time.time)  # Unix seconds
 
 
 def make_app(views: Views) -> web.Application:
     """The application of the admin port."""
     pages = Pages(views)
-    app = web.Application(middlewares=[answer_refusals], client_max_size=MAX_LOOKUP)
+    middlewares = [answer_refusals]
+    if views.cluster is not None and views.cluster.reviews is not None:
+        middlewares.append(guard(views.cluster.reviews))
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_LOOKUP)
     app.add_routes(
         [
             web.get("/", pages.index),
@@ -74,6 +90,7 @@ def make_app(views: Views) -> web.Application:
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
             web.get("/config", pages.config),
+            web.get("/debug/config", pages.reloads),
             web.get("/debug/state", pages.state),
             web.get("/debug/decisions", pages.decisions),
             web.get("/debug/index", pages.prefix_index),
@@ -93,6 +110,7 @@ class Pages:
         self._events = None if views.events is None else EventsView(views.events, views.pool)
         self._gate = views.gate
         self._fairness = _fairness_view(views)
+        self._kubernetes = _kubernetes_view(views)
         self._lookups = 0  # under way
 
     async def index(self, request: web.Request) -> web.Response:
@@ -102,6 +120,7 @@ class Pages:
             "/metrics                          for Prometheus\n"
             "/healthz  /readyz                 for probes\n"
             "/config                           the configuration in force (?format=json)\n"
+            "/debug/config                     whether the file's last change was taken over\n"
             "/debug/state                      the pods, as the picker sees them\n"
             f"/debug/decisions?limit={DEFAULT_LIMIT}        the last picks, newest first\n"
             "/debug/decisions?request_id=ID    one pick, with the scores of every candidate\n"
@@ -114,13 +133,25 @@ class Pages:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text: the picker's numbers, and those of its process."""
         page = bytearray()
-        all_pages = [self._gauges.page(), self._views.metrics.page()]
+        all_pages = [
+            self._gauges.page(),
+            self._views.metrics.page(),
+            self._views.reloads.page(),
+        ]
         if self._events is not None:
             all_pages.append(EventGauges(self._events).page())
         if self._fairness is not None:
             all_pages.append(FlowGauges(self._fairness).page())
         if self._gate is not None and self._gate.quotas is not None:
             all_pages.append(QuotaGauges(self._gate.quotas).page())
+        if self._views.tls is not None:
+            all_pages.append(self._views.tls.page())
+        if self._views.cluster is not None and self._views.cluster.leader is not None:
+            all_pages.append(self._views.cluster.leader.page())
+        if self._kubernetes is not None:
+            all_pages.append(self._kubernetes.page())
+        if (replicas := self._views.replicas()) is not None:
+            all_pages.append(ReplicaGauges(replicas).page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
                 page += piece.encode()
@@ -144,9 +175,14 @@ class Pages:
             return _json(data)
         return web.Response(text=plain(data), content_type="application/yaml")
 
+    async def reloads(self, request: web.Request) -> web.Response:
+        """Whether the file's last change was taken over, or why not."""
+        return _json(self._views.reloads.state())
+
     async def state(self, request: web.Request) -> web.Response:
         """The pods as the picker sees them now. `null` is a number that a pod does not tell."""
         views = self._views
+        replicas = views.replicas()
         canonical = msgspec.json.encode(as_data(views.config()), order="deterministic")
         pods = []
         for address, endpoint in views.pool.endpoints.items():
@@ -154,6 +190,7 @@ class Pages:
             pods.append(
                 {
                     "address": address,
+                    "name": endpoint.name,
                     "labels": dict(endpoint.labels),
                     "fresh": load.fresh,
                     "loadAgeSeconds": load.age,
@@ -163,6 +200,8 @@ class Pages:
                     "kvUsage": load.kv_usage,
                     "inflightRequests": load.inflight,
                     "inflightTokens": load.inflight_tokens,
+                    "elsewhereRequests": load.elsewhere.requests,
+                    "elsewhereTokens": load.elsewhere.tokens,
                     "kvTokens": load.kv_tokens,
                     "runningAdapters": sorted(load.adapters.running),
                     "waitingAdapters": sorted(load.adapters.waiting),
@@ -178,6 +217,8 @@ class Pages:
                 "prefixIndex": {"blocks": views.prefix.blocks},
                 "journal": {"picks": len(views.journal)},
                 "gate": self._gate_state(),
+                "kubernetes": None if self._kubernetes is None else self._kubernetes.state(),
+                "replicas": replicas and replicas.state(),
             }
         )
 
@@ -240,6 +281,14 @@ class Pages:
         return self._events
 
 
+def _kubernetes_view(views: Views) -> KubernetesView | None:
+    if views.kubernetes is None:
+        return None
+    from picker.kubernetes.view import KubernetesView  # its package need not be installed
+
+    return KubernetesView(views.kubernetes)
+
+
 def _fairness_view(views: Views) -> FairnessView | None:
     if views.gate is None or views.gate.flow is None:
         return None
@@ -254,7 +303,7 @@ async def answer_refusals(
     try:
         response: web.StreamResponse = await handler(request)
     except Refusal as refusal:
-        return web.Response(body=refusal.body, status=refusal.status, content_type=JSON)
+        return web.Response(body=refusal.body, status=refusal.status, headers=refusal.headers)
     return response
 
 

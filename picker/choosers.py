@@ -68,6 +68,11 @@ def power_of_two(totals: Column, random: np.random.Generator) -> int:
     return first if totals[first] >= totals[second] else second
 
 
+def uniform(totals: Column, random: np.random.Generator) -> int:
+    """Any, whatever the totals: random-picker of the reference picker."""
+    return int(random.random() * len(totals))
+
+
 def chooser(settings: PickerSection) -> Chooser:
     """The one that is configured; what config.py checks is not checked again."""
     match settings.type:
@@ -79,3 +84,5 @@ def chooser(settings: PickerSection) -> Chooser:
             return softmax(settings.temperature)
         case "powerOfTwo":
             return power_of_two
+        case "random":
+            return uniform

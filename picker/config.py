@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from picker.document import ConfigError, Document, Place, nearest, read_text, shown
+from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
 
 MIB = 1 << 20
+T = TypeVar("T")
+ENGINES = ("vllm", "sglang", "trtllm", "triton")  # whose metrics are known
 
 
 class Duration(float):
@@ -84,6 +86,8 @@ class EndpointSpec(Section, frozen=True):
     address: str
     labels: dict[str, str] = {}
     events: list[EventSource] = []  # empty: what the server says, else prefix.events' ports
+    name: str = ""  # for people; empty: the address
+    incarnation: str = ""  # another one at the same address is another server
 
 
 class Kubernetes(Section, frozen=True):
@@ -105,12 +109,32 @@ class PoolSection(Section, frozen=True):
     name: str = "default"
     endpoints: list[EndpointSpec] = []
     kubernetes: Kubernetes = Kubernetes()
+    ignore_subset: bool = False  # pick among all, whatever subset the gateway names
+
+
+class EngineMetrics(Section, frozen=True):
+    """Where a kind of model server tells its load: `metric` or `metric{label="value"}`.
+
+    Empty: it does not.
+    """
+
+    waiting: str = ""
+    running: str = ""
+    kv_usage: str = ""  # 0 to 1
+    adapters: str = ""  # with vLLM's labels
+    cache_info: str = ""  # with vLLM's labels
 
 
 class Metrics(Section, frozen=True):
     """How model servers' load is read."""
 
-    engine: Literal["vllm", "sglang", "trtllm", "triton"] = "vllm"
+    engine: str = "vllm"  # of pods that no label tells it of
+    engine_label: str = ""  # of pods; empty: those that the field knows
+    engines: dict[str, EngineMetrics] = {}  # more of them, or others than ours of these names
+    scheme: Literal["http", "https"] = "http"
+    path: str = ""  # empty: the engine's
+    port: Port = 0  # 0: the endpoint's
+    insecure_skip_verify: bool = False  # of https: believe any certificate
     interval: Duration = Duration(0.05)  # while a pod is busy
     idle_interval: Duration = Duration(1.0)
     timeout: Duration = Duration(1.0)
@@ -139,7 +163,7 @@ class Prefix(Section, frozen=True):
 class PickerSection(Section, frozen=True):
     """How one endpoint is chosen by the scores."""
 
-    type: Literal["maxScore", "weightedRandom", "softmax", "powerOfTwo"] = "maxScore"
+    type: Literal["maxScore", "weightedRandom", "softmax", "powerOfTwo", "random"] = "maxScore"
     fallbacks: Few = 1  # endpoints named after the first, for retries
     temperature: float = 0.1  # of softmax
 
@@ -163,11 +187,17 @@ class Identity(Section, frozen=True):
     keys: bool = False  # API keys, which `warmpath quota keys` makes; a wrong one is refused
     claim: str = ""  # of a JWT, from where `payload` is: dots lead into objects; empty: none
     payload: str = "jwt_payload"  # `payload_in_metadata` of Envoy's jwt_authn
-    # A header to be believed, such as x-gateway-inference-fairness-id; empty: none. Anybody who
-    # reaches the gateway can send one, unless the gateway sets or removes it.
+    # A header to be believed, such as x-gateway-inference-fairness-id, or several with commas, the
+    # first that is there; empty: none. Anybody who reaches the gateway can send one, unless the
+    # gateway sets or removes it.
     header: str = ""
     default: str = "default"  # the tenant of requests that nothing names
     required: bool = False  # refuse these with 401 instead
+
+    @property
+    def tells(self) -> bool:
+        """Whether requests may be refused for whose they are, or are not."""
+        return self.keys or self.required
 
 
 class Cost(Section, frozen=True):
@@ -192,6 +222,7 @@ class Flow(Section, frozen=True):
     """The queue in front of busy pods."""
 
     enabled: bool = False
+    queue: bool = True  # False: nobody waits; below priority 0 requests are refused instead
     order: Literal["fcfs", "deadline"] = "fcfs"  # of one tenant's requests
     deadline_header: str = "x-slo-ttft-ms"  # milliseconds to the first token, for `deadline`
     ttl: Duration = Duration(60.0)  # a request waits no longer; 0s: until its client leaves
@@ -235,7 +266,7 @@ class Quota(Section, frozen=True):
     on_failure: Literal["share", "open", "closed"] = "share"  # of limits that do not say
     replicas: Replicas = 1  # pickers that share the limits while the store is down
     zone: str = "UTC"  # of days and months that `warmpath quota` sets with this file, or over it
-    reservation_ttl: Duration = Duration(7200.0)  # longer than any request
+    reservation_ttl: Duration = Duration(7200.0)  # longer than any request, if its picker lives
     cached_cost: Part = 1.0  # what a prompt token from the cache counts
     expected_output: Tokens = 512  # tokens to reserve where neither request nor history tells
     leases: Leases = Leases()
@@ -269,6 +300,15 @@ class ReplicasSection(Section, frozen=True):
 
     peers: list[str] = []  # ip:port of their listen.replica; ours among them does no harm
     service: str = ""  # name:port of a headless service that names them, in place of `peers`
+    secret: str = ""  # a file of 16 bytes or more that only they know; empty: whoever asks is told
+
+
+class PickerAddress(Section, frozen=True):
+    """Where Envoy reaches one picker."""
+
+    host: str = "127.0.0.1"
+    grpc: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9002
+    http: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 9004
 
 
 class Envoy(Section, frozen=True):
@@ -282,6 +322,10 @@ class Envoy(Section, frozen=True):
     timeout: Duration = Duration(3600.0)  # of a whole response
     idle_timeout: Duration = Duration(600.0)  # between two bytes of one
     retries: Few = 1
+    picker_ca: str = ""  # PEM file that verifies the picker; empty: listen.tls.certificate
+    certificate: str = ""  # PEM files that the picker is shown, where listen.tls.clientCa asks
+    key: str = ""
+    pickers: list[PickerAddress] = []  # empty: the one of `listen`
 
 
 class Config(Section, frozen=True):
@@ -330,7 +374,7 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "envoy.idleTimeout": ("0s", "168h"),
     "maxBody": ("1KiB", "1000MiB"),  # gRPC's own limit is 2 GiB, for twice of it
     "leaderElection.duration": ("1s", "1h"),
-    "leaderElection.renewDeadline": ("1s", "1h"),
+    "leaderElection.renewDeadline": ("200ms", "1h"),
     "leaderElection.retry": ("100ms", "1m"),
     "drainDelay": ("0s", "10m"),
     "drain": ("0s", "1h"),
@@ -373,19 +417,53 @@ def parse(
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
         raise document.error((), f"expected keys with values, got {shown(data)}")
-    data = _known(document, data, Config, ())
-    try:
-        config = msgspec.convert(data, Config, dec_hook=_number)
-    except msgspec.ValidationError as problem:
-        raise _explained(document, data, str(problem)) from None
+    return build(document, data, check)
+
+
+def build(
+    document: Document, data: dict[str, Any], check: Callable[[Config], object] | None = None
+) -> Config:
+    """The configuration in a document's data, or in data that was made of it. See `load`."""
+    config = converted(document, data, Config)
     _check_ranges(document, config)
+    engine, engines = config.metrics.engine, {*ENGINES, *config.metrics.engines}
+    if engine not in engines:
+        where: Place = ("metrics", "engine")
+        raise document.error(where, f"{shown(engine)} is unknown; {nearest(engine, engines)}")
     if check is not None:
         try:
             check(config)
+        except ConfigError:
+            raise
         except ValueError as problem:
-            place = document.mentioned(str(problem))
-            raise document.error(place, str(problem)) from None
+            place, what = document.mentioned(str(problem)), str(problem)
+            named, colon, rest = what.partition(": ")
+            if colon and dotted(place).startswith(named):  # the place is named anyhow
+                what = rest
+            raise document.error(place, what) from None
     return config
+
+
+def converted(
+    document: Document,
+    data: Any,
+    kind: type[T],
+    place: Place = (),
+    hook: Callable[[type, object], object] | None = None,
+) -> T:
+    """Data that stands at a place of a document, as a type.
+
+    Args:
+        hook: makes a value of a type that msgspec does not know, or raises ValueError.
+
+    Raises:
+        ConfigError: it cannot be that, at its place.
+    """
+    data = _known(document, data, kind, place)
+    try:
+        return msgspec.convert(data, kind, dec_hook=_number if hook is None else hook)
+    except msgspec.ValidationError as problem:
+        raise _explained(document, str(problem), kind, place) from None
 
 
 def as_data(config: Config) -> dict[str, Any]:
@@ -433,8 +511,8 @@ def _number(kind: type, value: object) -> object:
 
 def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
     """The data without keys that say nothing (null), once every key is found to be known."""
-    if get_origin(kind) is list and isinstance(data, list):
-        (item,) = get_args(kind)
+    if get_origin(kind) in (list, tuple) and isinstance(data, list):
+        item = get_args(kind)[0]
         return [_known(document, each, item, (*place, i)) for i, each in enumerate(data)]
     if not (isinstance(kind, type) and issubclass(kind, Section) and isinstance(data, dict)):
         return data
@@ -449,10 +527,10 @@ def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
     }
 
 
-def _explained(document: Document, data: Any, message: str) -> ConfigError:
-    """msgspec's error at its place in the file, in this file's words."""
+def _explained(document: Document, message: str, kind: Any, base: Place) -> ConfigError:
+    """msgspec's error at its place in the file, below `base`, in this file's words."""
     what, _, where = message.partition(" - at `$")
-    place: Place = ()
+    place = base
     for key, index in re.findall(r"\.([A-Za-z]+)|\[([0-9]+|\.\.\.)\]", where):
         if index == "...":  # some value of a mapping
             wrong = re.search(r"got `(\w+)`", what)
@@ -468,7 +546,9 @@ def _explained(document: Document, data: Any, message: str) -> ConfigError:
             expected += " (without quotes)"
         what = f"expected {expected}, got {shown(value)}"
     elif what.startswith("Invalid enum value"):
-        what = f"{shown(value)} is unknown; {nearest(str(value), _choices(place))}"
+        what = (
+            f"{shown(value)} is unknown; {nearest(str(value), _choices(kind, place[len(base) :]))}"
+        )
     elif what.startswith("Object missing required field"):
         what = f"the key {what.split('`')[1]!r} is missing"
     return document.error(place, what)
@@ -481,9 +561,8 @@ def _wrong_key(mapping: Any, got: str) -> str:
     return next((key for key, value in mapping.items() if type(value) is kind), "")
 
 
-def _choices(place: Place) -> list[str]:
+def _choices(kind: Any, place: Place) -> list[str]:
     """The words that a key takes."""
-    kind: Any = Config
     for key in place:
         kind = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}[str(key)]
     return [str(word) for word in get_args(kind)]

@@ -151,16 +151,19 @@ class Director:
         journal: Journal,
         models: frozenset[str] = frozenset(),
         gate: Gate | None = None,
+        ignore_subset: bool = False,
         rewrites: Rewrites | None = None,
     ) -> None:
         """
         Args:
+            ignore_subset: pick among all endpoints, whatever subset a gateway names.
             gate: what requests pass before their picks, and which counts their tokens. The server
                 of a stream whose client did not ask for its usage is asked by us, and what it adds
                 to the stream is taken out again.
         """
         self._gate = gate
-        self.counts_usage = gate is not None
+        self.counts_usage = gate is not None and gate.counts_usage
+        self._ignore_subset = ignore_subset
         self._pool = pool
         self._load = load
         self._prefix = prefix
@@ -242,6 +245,14 @@ class Director:
         self._metrics.picked(pick, time.perf_counter() - started)
         return pick
 
+    def reconfigure(
+        self, scheduler: Scheduler, models: frozenset[str], *, ignore_subset: bool
+    ) -> None:
+        """Pick by these from now on; what is picked stays as it is."""
+        self._scheduler = scheduler
+        self._models = models
+        self._ignore_subset = ignore_subset
+
     def refused(self, refusal: Refusal) -> None:
         """Count a refusal; those that `route` and `pick` raise are counted already."""
         self._metrics.refused(refusal)
@@ -300,8 +311,8 @@ class Director:
     def _candidates(self, request: LLMRequest) -> NDArray[np.intp]:
         """Slots of the endpoints that may serve a request."""
         if not self._pool.endpoints:
-            raise Refusal(503, "no_endpoints", "the pool has no endpoint", retry_after=5)
-        if request.subset is None:
+            raise Refusal(503, "no_endpoints", self._pool.why_empty, retry_after=5)
+        if request.subset is None or self._ignore_subset:
             return self._with_room(self._pool.slots)
         rows = self._pool.among(request.subset)
         if not len(rows):

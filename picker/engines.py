@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
 from typing import NamedTuple
 
+from picker.config import EngineMetrics, Metrics
 from scorers.pods import Adapters
 
 log = logging.getLogger(__name__)
 
 MAX_SERIES = 4096  # of one metric; with more of them it counts as not told
 MAX_ADAPTERS = 1024
+MAX_UNKNOWN = 100  # names of engines that are logged
 MAX_KEPT_LABELS = 4096  # bytes of a series' labels that are remembered as read
+MAX_SELECTED = 8  # labels that tell one series of a metric from others
 MAX_DIGITS = 40  # of a number, with sign, point and exponent
 MAX_COUNT = 1e9  # more requests, tokens of a block or blocks than this are no count
 MAX_TOTAL = float(1 << 53)  # nor are more tokens, of a server's whole life
@@ -31,6 +34,10 @@ _LABELS = rb'(?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+'
 _SAMPLE = re.compile(rb"(?:[ \t]*+\{(" + _LABELS + rb")\}[ \t]*+|[ \t]++)([^ \t\r]++)", re.DOTALL)
 _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"', re.DOTALL)
 _NUMBER = re.compile(rb"\+?(?:\d++\.?+\d*+|\.\d++)(?:[eE][+-]?\d++)?")
+
+# How settings name a metric, and a label of it.
+_SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]{0,199})(?:\{([^{}]{0,1000})\})?")
+_PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*("?)([^"\\]*)\2')
 
 # Series that differ in nothing but these tell of the same requests: ranks of one engine work on
 # all of them together, and a priority's share is counted in the whole too.
@@ -62,7 +69,7 @@ class _Metric:
     """Where a number is found."""
 
     name: bytes
-    where: tuple[bytes, bytes] | None = None  # only in series with this label
+    where: tuple[tuple[bytes, bytes], ...] = ()  # only in series with these labels
     label: bytes | None = None  # it is the value of this label, not of the sample
 
 
@@ -83,7 +90,7 @@ class Engine:
 
 
 def _triton(family: bytes, kind: bytes, value: bytes) -> tuple[_Metric, ...]:
-    return (_Metric(b"nv_trt_llm_" + family, (kind, value)),)
+    return (_Metric(b"nv_trt_llm_" + family, ((kind, value),)),)
 
 
 _TRITON_BLOCKS = (b"kv_cache_block_metrics", b"kv_cache_block_type")
@@ -145,16 +152,73 @@ ENGINE_LABELS = ("inference.networking.k8s.io/engine-type", "llm-d.ai/engine-typ
 _ALSO_CALLED = {"trtllm-serve": "trtllm", "triton-tensorrt-llm": "triton"}
 
 
-def engine_of(labels: Mapping[str, str], default: str) -> Engine:
-    """The engine that a pod's labels name, or the default."""
-    for label in ENGINE_LABELS:
+def engine_of(
+    labels: Mapping[str, str],
+    default: str,
+    unknown: set[str],
+    engines: Mapping[str, Engine] = ENGINES,
+    names: Sequence[str] = ENGINE_LABELS,
+) -> Engine:
+    """The engine that a pod's labels of these names tell, or the default.
+
+    Names that are no engine's are put into `unknown`, and logged once.
+    """
+    for label in names:
         name = labels.get(label)
         if name is not None:
-            engine = ENGINES.get(_ALSO_CALLED.get(name, name))
+            engine = engines.get(name) or engines.get(_ALSO_CALLED.get(name, ""))
             if engine is not None:
                 return engine
-            log.warning("label %s names %r, which is no known engine", label, name[:100])
-    return ENGINES[default]
+            if name not in unknown and len(unknown) < MAX_UNKNOWN:
+                unknown.add(name)
+                log.warning(
+                    "label %s names %r, which is no known engine: %s is assumed",
+                    label,
+                    name[:100],
+                    default,
+                )
+    return engines[default]
+
+
+def engines_of(settings: Metrics) -> Mapping[str, Engine]:
+    """All engines by name: those known here, and those that are set.
+
+    Raises:
+        ValueError: what is set cannot be read.
+    """
+    return {**ENGINES, **{name: _custom(name, told) for name, told in settings.engines.items()}}
+
+
+def _custom(name: str, told: EngineMetrics) -> Engine:
+    cache_info = _selected(name, told.cache_info)
+    adapters = _selected(name, told.adapters)
+    known = ENGINES.get(name)
+    return Engine(
+        name=name,
+        path="/metrics" if known is None else known.path,
+        waiting=_selected(name, told.waiting),
+        running=_selected(name, told.running),
+        kv_usage=_selected(name, told.kv_usage),
+        block_size=tuple(replace(metric, label=b"block_size") for metric in cache_info),
+        num_blocks=tuple(replace(metric, label=b"num_gpu_blocks") for metric in cache_info),
+        adapters=adapters[0].name if adapters else None,
+    )
+
+
+def _selected(engine: str, selector: str) -> tuple[_Metric, ...]:
+    """`metric` or `metric{label="value", ...}`, quotes left out or not; empty: no metric."""
+    if not selector.strip():
+        return ()
+    match = _SELECTOR.fullmatch(selector.strip())
+    pairs = [] if match is None else [pair for pair in (match[2] or "").split(",") if pair.strip()]
+    labels = [_PAIR.fullmatch(pair.strip()) for pair in pairs]
+    if match is None or len(labels) > MAX_SELECTED or not all(labels):
+        raise ValueError(
+            f"metrics.engines.{engine}: {selector[:100]!r} is no metric: write name or "
+            'name{label="value"}'
+        )
+    where = tuple((label[1].encode(), label[3].encode()) for label in labels if label)
+    return (_Metric(match[1].encode(), where),)
 
 
 def parse(page: bytes, engine: Engine) -> LoadReport:
@@ -236,7 +300,7 @@ class _Page:
             by_engine: dict[frozenset[tuple[bytes, bytes]], float] = {}
             for sample in self.samples(metric.name):
                 labels, number = _labels(sample.series), sample.number
-                if where is not None and labels.values.get(where[0]) != where[1]:
+                if any(labels.values.get(name) != value for name, value in where):
                     continue
                 if label is not None:
                     number = _number(labels.values.get(label, b""))

@@ -24,7 +24,6 @@ class FairnessView:
         self._gate = gate
         self._pool = pool
         self._load = load
-        self._settings = settings
         self._watch = FairnessWatch(flow, token_cost(settings), monotonic)
 
     @property
@@ -51,6 +50,11 @@ class FairnessView:
             "priorities": [_band(band) for band in self.bands(most_tenants)],
         }
 
+    @property
+    def _longest_queue(self) -> int:
+        saturation = self._gate.saturation
+        return 0 if saturation is None else saturation.settings.waiting
+
     def _pod_tokens(self) -> float:
         """What the pods can hold of our requests at once: their KV caches, and their queues as long
         as they may be, of the longest prompts that came. NaN where a pod does not tell its cache.
@@ -59,7 +63,7 @@ class FairnessView:
         told = [cache for cache in caches if cache is not None]
         if len(told) < len(caches):
             return nan
-        queued = len(caches) * self._settings.saturation.waiting * self._gate.longest_prompt
+        queued = len(caches) * self._longest_queue * self._gate.longest_prompt
         return float(sum(told) + queued)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from scorers.pods import Pods, Request
 from scorers.uncached import backlog
 
 Mask = NDArray[np.bool_]
+MAX_NAMES = 4096  # characters of a header that names pods
 
 
 class Filter(Protocol):
@@ -80,18 +82,118 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """Keeps the pod that last served the request's session, if it is among the candidates.
+
+    Source: session-affinity-filter of llm-d, with a table by session id.
+    """
+
+    required: ClassVar[bool] = False
+    uses_sessions: ClassVar[bool] = True
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        return pods.session
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """One requirement of a label selector, as Kubernetes writes it."""
+
+    key: str
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+    def fits(self, labels: Mapping[str, str]) -> bool:
+        value = labels.get(self.key)
+        match self.operator:
+            case "In":
+                return value is not None and value in self.values
+            case "NotIn":
+                return value is None or value not in self.values
+            case "Exists":
+                return value is not None
+            case "DoesNotExist":
+                return value is None
+
+
+@dataclass(frozen=True, slots=True)
 class Label:
-    """Keeps the pods that have every label of `match_labels` with its value.
+    """Keeps the pods that have every label of `match_labels` with its value, and fit every
+    expression.
 
     Source: label-selector-filter of llm-d.
     """
 
     required: ClassVar[bool] = True
-    match_labels: dict[str, str]
+    match_labels: dict[str, str] = field(default_factory=dict)
+    match_expressions: list[Expression] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.match_labels and not self.match_expressions:
+            raise ValueError("one of matchLabels and matchExpressions must say something")
 
     def keep(self, request: Request, pods: Pods) -> Mask:
-        wanted = self.match_labels.items()
-        return np.array([wanted <= labels.items() for labels in pods.labels], np.bool_)
+        wanted, expressions = self.match_labels.items(), self.match_expressions
+        return np.array(
+            [
+                wanted <= labels.items() and all(each.fits(labels) for each in expressions)
+                for labels in pods.labels
+            ],
+            np.bool_,
+        )
 
 
-FILTERS: dict[str, type[Filter]] = {"warm": Warm, "capacity": Capacity, "label": Label}
+@dataclass(frozen=True, slots=True)
+class LabelIn:
+    """Keeps the pods whose label has one of some values.
+
+    Source: decode-filter, prefill-filter and by-label of llm-d.
+    """
+
+    required: ClassVar[bool] = True
+    label: str
+    values: tuple[str, ...]
+    missing: bool = False  # also those without the label
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        name, values, missing = self.label, self.values, self.missing
+        return np.array(
+            [labels[name] in values if name in labels else missing for labels in pods.labels],
+            np.bool_,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Keeps the pods that a request's header names, by IP or ip:port; all without the header.
+
+    For tests: whoever may send the header chooses the pod.
+
+    Source: header-based-testing-filter of the reference picker.
+    """
+
+    required: ClassVar[bool] = True
+    header: str = "test-epp-endpoint-selection"
+
+    def keep(self, request: Request, pods: Pods) -> Mask:
+        told = request.headers.get(self.header.lower())
+        if not told:
+            return np.ones(len(pods), np.bool_)
+        names = {name.strip() for name in told[:MAX_NAMES].split(",")}
+        return np.array(
+            [
+                address in names or address.rpartition(":")[0].strip("[]") in names
+                for address in pods.addresses
+            ],
+            np.bool_,
+        )
+
+
+FILTERS: dict[str, type[Filter]] = {
+    "warm": Warm,
+    "capacity": Capacity,
+    "session": Session,
+    "label": Label,
+    "labelIn": LabelIn,
+    "named": Named,
+}

@@ -22,6 +22,7 @@ from picker.flow_queue import FlowQueue, Full
 from picker.lengths import Lengths
 from picker.objectives import Objectives
 from picker.refusal import Refusal
+from picker.vtc import VirtualTokenCounter
 from picker.waiting import Band, Stage, Visit
 
 MAX_RETRY_SECONDS = 60
@@ -75,12 +76,12 @@ class Flow:
         self._settings = settings
         self._pods = pods
         self._loop = loop
-        self._objectives = Objectives(settings)
+        self.objectives = Objectives(settings)
         self._lengths = Lengths() if settings.expect == "history" else None
         self._queue = FlowQueue(
             settings,
             token_cost(settings) if cost is None else cost,
-            self._objectives.weight if weight is None else weight,
+            self.objectives.weight if weight is None else weight,
         )
         self._sending = 0  # visits that were let go, and that the load does not know of yet
         self._by_arrival: deque[Visit] = deque()  # those that wait, and some that do no longer
@@ -106,6 +107,21 @@ class Flow:
     def waiting_bytes(self) -> int:
         return self._queue.size
 
+    # Other pickers
+
+    @property
+    def on_charge(self) -> Callable[[int, str, float, bool], None] | None:
+        """Told of each charge here: see FlowQueue. To be set before the first visit."""
+        return self._queue.on_charge
+
+    @on_charge.setter
+    def on_charge(self, hears: Callable[[int, str, float, bool], None]) -> None:
+        self._queue.on_charge = hears
+
+    def counters(self, priority: int) -> VirtualTokenCounter:
+        """What the tenants of a priority got."""
+        return self._queue.band(priority).vtc
+
     # A visit
 
     def visit(
@@ -129,18 +145,21 @@ class Flow:
             expected = self._lengths.expected(tenant, most_output)
         return Visit(
             tenant,
-            self._objectives.priority(headers),
+            self.objectives.priority(headers),
             prompt_tokens,
             size,
             expected,
             most_output,
-            self._loop().time() + self._objectives.patience(headers),
+            self._loop().time() + self.objectives.patience(headers),
         )
 
     def go(self, visit: Visit) -> bool:
         """A request comes. Whether it may go at once; else it may `wait`."""
         visit.arrived = self._loop().time()
-        if self._closed or self._queue.requests or not self._has_room():
+        if self._closed:
+            return False
+        waits = self._settings.queue or visit.priority < 0
+        if waits and (self._queue.requests or not self._has_room()):
             return False
         self._pass(visit)
         return True
@@ -223,6 +242,24 @@ class Flow:
             gap, self._last_dispatch = now - self._last_dispatch, now
             self._pace += (PACE if self._pace else 1.0) * (gap - self._pace)
             future.set_result(None)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Go by other settings from now on; order, cost and expectation stay.
+
+        Raises:
+            ValueError: something set is out of range; nothing has changed then.
+        """
+        self.objectives.reconfigure(settings)
+        self._settings = settings
+        self._queue.reconfigure(settings)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if settings.ttl:
+            self._expire()
+        else:
+            self._by_arrival.clear()
+        self.wake()
 
     def close(self) -> None:
         """Refuse all that waits, and all that comes."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from picker.fairness import BandNumbers
     from picker.fairness_view import FairnessView
 
+MAX_PRIORITIES = 512  # the configuration has 201 at most, and Kubernetes any number
 _PRIORITY = ("priority",)
 _WAITS = ".005 .01 .025 .05 .1 .25 .5 1 2.5 5 10 30 60 120 300 600"
 
@@ -70,7 +71,7 @@ SATURATION = Spec(
 
 
 class Waits:
-    """How long requests waited, by priority: of these there are 201."""
+    """How long requests waited, by priority; of these MAX_PRIORITIES at most are told."""
 
     def __init__(self) -> None:
         self.by_priority: dict[int, Histogram] = {}
@@ -78,6 +79,8 @@ class Waits:
     def observe(self, priority: int, seconds: float) -> None:
         histogram = self.by_priority.get(priority)
         if histogram is None:
+            if len(self.by_priority) >= MAX_PRIORITIES:
+                return
             histogram = self.by_priority[priority] = Histogram(WAITED.bounds)
         histogram.observe(seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from picker.config import Flow as Settings
 from picker.cost import Cost
@@ -32,6 +33,13 @@ class FlowQueue:
         self.bands: dict[int, Band] = {}  # by priority, of which visits were seen lately
         self.requests = 0
         self.size = 0  # bytes
+        # Told of each charge: the priority, the tenant, by how much its service grew, and whether
+        # that is of a request that goes just now.
+        self.on_charge: Callable[[int, str, float, bool], None] | None = None
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Other limits hold for those who come; who waits already stays."""
+        self._settings = settings
 
     def first(self) -> Visit | None:
         """The one to serve next."""
@@ -71,6 +79,8 @@ class FlowQueue:
                 if (forgotten := next(idle, None)) is not None:
                     del self.bands[forgotten.priority]
             vtc = VirtualTokenCounter(self._cost, self._weight)
+            if self.on_charge is not None:
+                vtc.on_charge = partial(self.on_charge, priority)
             band = Band(priority, vtc, by_deadline=self._settings.order == "deadline")
             self.bands[priority] = band
         return band

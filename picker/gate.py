@@ -19,6 +19,7 @@ from picker.flow import Flow
 from picker.flow_gauges import Waits
 from picker.identity import Caller, Identities, Owner
 from picker.load import Load
+from picker.objectives import check as check_flow
 from picker.pool import Endpoint, Pool
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.store import Store
@@ -96,14 +97,13 @@ class Gate:
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
         if config.quota.enabled:
             check_settings(config.quota)
-        if config.identity.claim and config.envoy.profile == "lean":
-            raise ValueError("identity.claim: only the standard profile shows claims to the picker")
-        if not config.usage:
+        self._queues = config.flow.enabled and config.flow.queue
+        if not config.usage and (config.quota.enabled or self._queues):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
         self.store: Store | None = None  # of quotas, once it has started
         self.quotas: Quotas | None = None  # the same
-        self.identities = Identities(config.identity, self._owner)
+        self.identities = self._identities(config)
         self._reads_keys = config.identity.keys
         self.flow: Flow | None = None
         self.running = RunningOutput(self._estimated)
@@ -116,6 +116,33 @@ class Gate:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)
 
+    def check(self, config: Config) -> None:
+        """Raises ValueError: `reconfigure` could not use this."""
+        self._identities(config)
+        check_flow(config.flow)
+
+    def reconfigure(self, config: Config) -> None:
+        """Tell callers, and let go, by other settings from now on.
+
+        Raises:
+            ValueError: they cannot be used; nothing has changed then.
+        """
+        self.check(config)
+        self.identities = self._identities(config)
+        self._reads_keys = config.identity.keys
+        if self.flow is not None and self.saturation is not None:
+            self.saturation.reconfigure(config.flow.saturation)
+            self.flow.reconfigure(config.flow)
+        if self.quotas is not None:
+            self.quotas.expect(config.quota.expected_output)
+
+    def _identities(self, config: Config) -> Identities:
+        if config.identity.claim and config.envoy.profile == "lean":
+            raise ValueError("identity.claim: only the standard profile shows claims to the picker")
+        if config.identity.keys and not config.quota.enabled:
+            raise ValueError("identity.keys: the store of quotas has them: set quota.enabled too")
+        return Identities(config.identity, self._owner)
+
     async def start(self, store: Callable[[], Store]) -> None:
         """Read the limits. `store` of them is opened where they are to hold.
 
@@ -127,10 +154,14 @@ class Gate:
             self.quotas = Quotas(self.store, self._settings)
             await self.quotas.start()
 
-    async def stop(self) -> None:
-        """Refuse what waits, and settle what has ended."""
+    def refuse_waiting(self) -> None:
+        """Refuse what waits for its turn, and all that comes."""
         if self.flow is not None:
             self.flow.close()
+
+    async def stop(self) -> None:
+        """Refuse what waits, and settle what has ended."""
+        self.refuse_waiting()
         if self.quotas is not None:
             await self.quotas.close()
 
@@ -181,8 +212,15 @@ class Gate:
         return passage
 
     def with_room(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of some pods that can take a request; all of them if none can."""
-        return slots if self.saturation is None else self.saturation.with_room(slots)
+        """Those of some pods that can take a request; all of them if none can, or nobody waits."""
+        if self.saturation is None or not self._queues:
+            return slots
+        return self.saturation.with_room(slots)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether it matters what each request used."""
+        return self._settings.enabled or self._queues
 
     def _passage(self, request: LLMRequest) -> Passage:
         tokens = request.prompt_tokens

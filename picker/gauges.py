@@ -85,7 +85,10 @@ class PoolGauges:
             told = [value for value in values if isfinite(value)]
             yield from write(spec, [((name,), fmean(told))] if told else [])
         yield from write(READY, [((name,), sum(load.fresh for load in loads.values()))])
-        queues = [((name, address), load.waiting) for address, load in loads.items()]
+        queues = [
+            ((name, self._pool.endpoints[address].name), load.waiting)
+            for address, load in loads.items()
+        ]
         yield from write(QUEUE, [row for row in queues if isfinite(row[1])])
         for attribute, spec in PODS.items():
             rows = [

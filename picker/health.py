@@ -1,12 +1,15 @@
 """gRPC health: whether this picker lives, and whether it should be asked.
 
-`liveness` is always SERVING; the others follow `set_ready`. A name that is none of these is
-NOT_FOUND, as the health protocol has it.
+`liveness` is always SERVING; the others follow `set_ready`. A name that is none of these is, as the
+health protocol has it, the error NOT_FOUND to a Check and the status SERVICE_UNKNOWN to a Watch,
+which goes on: the reference picker answers a Check by that status, too, which its protocol keeps
+for Watch.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -23,7 +26,9 @@ READINESS = ("", "readiness", EXT_PROC)
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """The health service. It can join several servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, still: Callable[[], bool] = lambda: True) -> None:
+        """`still` is asked with each check: what was ready may be so no more, and not know yet."""
+        self._still = still
         self._ready = False
         self._changed = asyncio.Event()
 
@@ -32,7 +37,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
 
     @property
     def ready(self) -> bool:
-        return self._ready
+        return self._ready and self._still()
 
     def set_ready(self, ready: bool) -> None:
         """Tell probes and watchers."""
@@ -64,7 +69,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
             await changed.wait()
 
     def _status(self, service: str) -> int:
-        if service == LIVENESS or (service in READINESS and self._ready):
+        if service == LIVENESS or (service in READINESS and self.ready):
             return int(HealthCheckResponse.SERVING)
         if service in READINESS:
             return int(HealthCheckResponse.NOT_SERVING)

@@ -11,10 +11,14 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from picker.config import Identity as Settings
+from picker.header_names import header_names
 from picker.refusal import Refusal
 
 MAX_TENANT = 200  # characters, as of all subjects of quotas
 MAX_KEY = 512  # characters of an API key
+
+CHALLENGE = ("www-authenticate", "Bearer")  # RFC 6750, to whom a key or a token is missing
+WRONG_KEY = ("www-authenticate", 'Bearer error="invalid_token"')
 
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")  # OpenAI's, Anthropic's, Azure's
 
@@ -52,14 +56,13 @@ class Identities:
             raise ValueError(f"identity.default: {settings.default!r} is no name of a tenant")
         self._settings = settings
         self._keys = keys if settings.keys else None
-        self._header = settings.header.lower()
+        self._headers = header_names(settings.header)
         self._default = Caller(settings.default, f"tenant/{settings.default}")
 
     @property
     def headers(self) -> tuple[str, ...]:
         """Request headers that are read, in lower case: a gateway must send these."""
-        own = (self._header,) if self._header else ()
-        return own + (KEY_HEADERS if self._keys is not None else ())
+        return self._headers + (KEY_HEADERS if self._keys is not None else ())
 
     def caller(self, headers: Mapping[str, str], claim: str | None = None) -> Caller:
         """
@@ -76,15 +79,22 @@ class Identities:
         if self._keys is not None and (digest := self.key_digest(headers)) is not None:
             owner = self._keys(digest)
             if owner is None:
-                raise Refusal(401, "invalid_api_key", "the API key is not known here")
+                raise unknown_key()
             return Caller(owner.tenant, owner.subject, digest)
-        if self._header and (name := headers.get(self._header)):
-            return _tenant(name, f"the header {self._header}")
+        for header in self._headers:
+            if name := headers.get(header):
+                return _tenant(name, f"the header {header}")
         if self._settings.required:
-            ways = [f"the header {self._header}"] if self._header else []
+            ways = [f"the header {name}" for name in self._headers]
             ways += ["an API key"] if self._settings.keys else []
             ways += ["a token"] if self._settings.claim else []
-            raise Refusal(401, "no_identity", f"send {' or '.join(ways) or 'who you are'}")
+            bearer = self._settings.keys or self._settings.claim
+            raise Refusal(
+                401,
+                "no_identity",
+                f"send {' or '.join(ways) or 'who you are'}",
+                headers=[CHALLENGE] if bearer else [],
+            )
         return self._default
 
     def key_digest(self, headers: Mapping[str, str]) -> str | None:
@@ -99,6 +109,12 @@ class Identities:
                     continue
             return sha256(value.strip()[: MAX_KEY + 1].encode("utf-8", "replace")).hexdigest()
         return None
+
+
+def unknown_key() -> Refusal:
+    """401: an API key is nobody's, or not any more."""
+    why = "the API key is not known here"
+    return Refusal(401, "invalid_api_key", why, headers=[WRONG_KEY])
 
 
 def fit(name: str) -> bool:

@@ -23,7 +23,9 @@ from picker.exchange import unknown_method
 from picker.names import (
     DESTINATION,
     METHODS,
+    OWNER,
     PICK_PATH,
+    READY_PATH,
     REFUSAL,
     REFUSED,
     REQUEST_ID,
@@ -49,7 +51,10 @@ _PICKED = f"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n{DESTINATION}: ".encode()
 _END = b"\r\n\r\n"
 _LAST = b"\r\nconnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_IS_READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+_IS_NOT = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _PREFIX = PICK_PATH.encode()
+_READY = READY_PATH.encode()
 _USUAL = {  # headers of nearly every request, by their names as Envoy writes them; "": not read
     b"host": "",
     b"x-envoy-internal": "",
@@ -70,13 +75,19 @@ class LeanServer:
         self.max_body = config.max_body
         self.reads_usage = config.usage
         self.tickets = Tickets()
+        self.owner = ""  # in names of requests: who picked, where there are several pickers
         self.connections: set[Connection] = set()
         self.held = 0  # bytes of unfinished bodies
+        self.ready = False  # as told at READY_PATH
         self.draining = False
         self._config = config
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
+
+    def reconfigure(self, config: Config) -> None:
+        """Drain by this; ports and limits stay."""
+        self._config = config
 
     async def start(self) -> int:
         """Take a port, and return it. Connections to it are refused until `serve`.
@@ -317,6 +328,9 @@ class Connection(asyncio.Protocol):
         """Where to go, or why nowhere; None: that is answered later."""
         director = self._server.director
         name = self._headers.get(STREAM)
+        if not name and self._url == _READY:
+            self._tell_ready()
+            return None
         if not name:
             return self._refuse(
                 400, "no_stream", f"{STREAM} is missing: is Envoy set up by `warmpath envoy`?"
@@ -380,6 +394,8 @@ class Connection(asyncio.Protocol):
             lines += f"\r\n{REQUEST_ID}: {pick.request_id}"
         for header, value in pick.client_headers:
             lines += f"\r\n{header}: {value}"
+        if self._server.owner:
+            lines += f"\r\n{STREAM}: {name}{OWNER}{self._server.owner}"
         return lines + changes
 
     def _changes(self, pick: Pick, room: int) -> str | None:
@@ -393,6 +409,15 @@ class Connection(asyncio.Protocol):
         ):
             pick.splice = None
         return splice_header(pick.splice, pick.rewrite)
+
+    def _tell_ready(self) -> None:
+        """To an Envoy that may ask other pickers."""
+        assert self._transport is not None
+        if self._server.ready:
+            self._transport.write(_IS_READY)
+        else:
+            self._transport.write(_IS_NOT)
+            self._transport.close()
 
     def _refuse(self, status: int, reason: str, message: str) -> Refusal:
         """A refusal of our own."""

@@ -1,4 +1,7 @@
-"""How busy each pod is: what its metrics page told, and our own requests that are on it now."""
+"""How busy each pod is: what its metrics page told, and the requests that are on it now.
+
+These are our own, and those of other pickers of the pool as far as they tell.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from picker.elsewhere import Elsewhere, Share
 from picker.engines import LoadReport
 from picker.pool import Endpoint, Pool
 from scorers.pods import Adapters, Column, Pods
@@ -40,6 +44,7 @@ class PodLoad:
     inflight_tokens: int
     kv_tokens: int | None  # size of its KV cache
     adapters: Adapters
+    elsewhere: Share  # what other pickers have there
 
 
 class SlotLoad(NamedTuple):
@@ -59,6 +64,8 @@ class _Pod:
     inflight: int = 0
     tokens: int = 0  # exact: float32 cannot add and take away large sums without a rest
     picks: deque[float] = field(default_factory=deque)  # times of picks that no scrape has seen
+    sent: int = 0  # picks ever
+    elsewhere: Elsewhere | None = None  # what other pickers have there
     began: float = -inf  # of the scrape that the columns are from
     error: str | None = None
     missed: set[str] = field(default_factory=set)  # metrics it was found not to tell
@@ -98,11 +105,13 @@ class Load:
         self.on_pick: Callable[[Endpoint], None] = _nobody  # told of each pick: wakes the scraper
         # Told of each page, once the columns are from it.
         self.on_report: Callable[[Endpoint, LoadReport], None] = _nobody_reads
+        # Told of each change of what we have on a pod ourselves, where somebody wants to know.
+        self.on_change: Callable[[Endpoint], None] | None = None
         self.clock = clock
         # Slots whose load is another than when their only reader last cleared this.
         self.changed: set[int] = set()
         self._pool = pool
-        self._stale_after = stale_after
+        self.stale_after = stale_after  # another one may be put here
         self._table = np.zeros((5, 0), np.float32)
         self._trusted_until = np.zeros(0)
         self._cold_at = np.zeros(0)
@@ -157,7 +166,7 @@ class Load:
         """
         now = self.clock()
         ends = self._trusted_until[self._trusted_until >= now]
-        return min(float(ends.min(initial=inf)), now + self._stale_after)
+        return min(float(ends.min(initial=inf)), now + self.stale_after)
 
     def _columns(self, chosen: NDArray[np.intp] | slice) -> tuple[NDArray[Any], ...]:
         """Until when pods are trusted, their last cold picks, and the table's rows."""
@@ -184,9 +193,18 @@ class Load:
         pod = self._pods[slot]
         pod.inflight = max(0, pod.inflight + requests)
         pod.tokens = max(0, pod.tokens + tokens)
+        self._show(slot, pod)
+        if self.on_change is not None:
+            self.on_change(endpoint)
+
+    def _show(self, slot: int, pod: _Pod) -> None:
         self.changed.add(slot)
-        self._table[_INFLIGHT, slot] = pod.inflight
-        self._table[_TOKENS, slot] = pod.tokens
+        if pod.elsewhere is None:
+            self._table[_INFLIGHT, slot] = pod.inflight
+            self._table[_TOKENS, slot] = pod.tokens
+        else:
+            self._table[_INFLIGHT, slot] = pod.inflight + pod.elsewhere.requests
+            self._table[_TOKENS, slot] = pod.tokens + pod.elsewhere.tokens
 
     def picked(self, endpoint: Endpoint, cold: bool) -> float:
         """A request was sent to an endpoint; `cold`: no pod held any of its prompt.
@@ -197,10 +215,11 @@ class Load:
         if not endpoint.alive:
             return -inf
         now, slot = self.clock(), endpoint.slot
-        picks = self._pods[slot].picks
-        picks.append(now)
-        if len(picks) > MAX_PICKS:
-            picks.popleft()
+        pod = self._pods[slot]
+        pod.sent += 1
+        pod.picks.append(now)
+        if len(pod.picks) > MAX_PICKS:
+            pod.picks.popleft()
         self.changed.add(slot)
         self._table[_WAITING, slot] += 1.0
         if cold:
@@ -228,6 +247,31 @@ class Load:
         if served.alive:
             self.on_pick(served)
 
+    # What other pickers do
+
+    def share(self, endpoint: Endpoint) -> Share:
+        """What we have on an endpoint ourselves, for others to know."""
+        if not endpoint.alive:
+            return Share()
+        pod = self._pods[endpoint.slot]
+        age = self.clock() - pod.picks[-1] if pod.picks else inf
+        return Share(pod.inflight, pod.tokens, pod.sent, len(pod.picks), age)
+
+    def told_elsewhere(self, endpoint: Endpoint, replica: int, share: Share | None) -> None:
+        """Another picker has this on an endpoint; None: it is gone."""
+        if not endpoint.alive:
+            return
+        slot = endpoint.slot
+        pod = self._pods[slot]
+        if pod.elsewhere is None:
+            pod.elsewhere = Elsewhere()
+        waiting = pod.elsewhere.waiting
+        sent = pod.elsewhere.told(replica, share, self.clock(), pod.began)
+        self._table[_WAITING, slot] += pod.elsewhere.waiting - waiting
+        self._show(slot, pod)
+        if sent:
+            self.on_pick(endpoint)
+
     # What the scraper sees
 
     def asked(self, endpoint: Endpoint) -> None:
@@ -238,7 +282,7 @@ class Load:
         asked and is slow once must not lose its prefixes to a cold pod.
         """
         if endpoint.alive and self._trusted_until[endpoint.slot] == inf:
-            self._trusted_until[endpoint.slot] = self.clock() + self._stale_after
+            self._trusted_until[endpoint.slot] = self.clock() + self.stale_after
 
     def report(self, endpoint: Endpoint, report: LoadReport, began: float) -> None:
         """A pod answered a scrape that began at `began`, by `clock`."""
@@ -249,7 +293,11 @@ class Load:
         while pod.picks and pod.picks[0] <= began:
             pod.picks.popleft()
         self.changed.add(slot)
-        self._table[_WAITING, slot] = _told(report.waiting) + len(pod.picks)
+        waiting = len(pod.picks)
+        if pod.elsewhere is not None:
+            pod.elsewhere.seen(began)
+            waiting += pod.elsewhere.waiting
+        self._table[_WAITING, slot] = _told(report.waiting) + waiting
         self._table[_RUNNING, slot] = _told(report.running)
         self._table[_KV_USAGE, slot] = _told(report.kv_usage)
         self._trusted_until[slot] = inf  # until it is asked again
@@ -290,7 +338,7 @@ class Load:
         """Whether the pod has work: as far as it told, or because we sent it some."""
         slot = endpoint.slot
         waiting, running = self._table[_WAITING, slot], self._table[_RUNNING, slot]
-        return bool(waiting > 0 or running > 0 or self._pods[slot].inflight)
+        return bool(waiting > 0 or running > 0 or self._table[_INFLIGHT, slot] > 0)
 
     # What people see
 
@@ -313,6 +361,9 @@ class Load:
             inflight_tokens=pod.tokens,
             kv_tokens=pod.kv_tokens,
             adapters=pod.adapters,
+            elsewhere=Share()
+            if pod.elsewhere is None
+            else Share(pod.elsewhere.requests, pod.elsewhere.tokens, 0, pod.elsewhere.waiting),
         )
 
     # The pool's listener

@@ -45,12 +45,14 @@ OWNED_HEADERS = (
 
 # Our own, between Envoy and the picker
 STREAM = "x-warmpath-stream"  # the lean profile's name of one request, made by Envoy
+OWNER = "@"  # in it, between that and the picker who picked, where there are several
 REFUSAL = "x-warmpath-refusal"  # a 503's body, carried as a header to a direct response
 REFUSED = "x-warmpath-refused"  # the reason of a refusal, shown to the client
 SPLICE = "x-warmpath-splice"  # how Envoy shall change a body, see splice.lua
 RETRY_AFTER = "x-warmpath-retry-after"  # of that 503
 SERVED_BY = "x-warmpath-served-by"  # response header of the round-robin port
 PICK_PATH = "/pick"  # before the client's path, when the picker is asked over HTTP
+READY_PATH = "/ready"  # there, whether it is ready
 SET_RETRY_ON = "x-warmpath-set-retry-on"  # gRPC metadata: what the picker shall set RETRY_ON to
 JWT_NAMESPACE = "envoy.filters.http.jwt_authn"  # dynamic metadata of verified tokens
 USAGE_NAMESPACE = "warmpath"  # dynamic metadata that usage.lua sets

@@ -17,6 +17,7 @@ from picker.prefix.addresses import written
 
 MAX_ENDPOINTS = 4096
 MAX_ADDRESS = 64  # characters; an IPv6 address with its port has at most 53
+NO_ENDPOINT = "the pool has no endpoint"
 FIRST_CAPACITY = 16  # slots; doubled whenever more are needed
 
 
@@ -30,6 +31,8 @@ class Endpoint:
     labels: Mapping[str, str]  # replaced, never changed, when an update brings others
     slot: int  # its row in every column, while it is alive
     events: Sequence[EventSource] = ()  # as the file says it
+    name: str = ""  # for people, replaced like labels; the address, where it has none
+    incarnation: str = ""  # of who is there, such as a pod's uid
     alive: bool = True
 
 
@@ -56,9 +59,11 @@ class Pool:
         self.capacity = FIRST_CAPACITY  # the length of a column
         self.slots: NDArray[np.intp] = _frozen([])  # in use, ascending; replaced by an update
         self.revision = 0  # grows with each update that changed something
+        self.why_empty = NO_ENDPOINT  # as long as it is
         self._listeners: list[Listener] = []
         self._free: list[int] = list(range(self.capacity))  # a heap
         self._by_host: dict[str, list[int]] = {}
+        self._wanted: dict[str, _Wanted] = {}  # by the last update
 
     def listen(self, listener: Listener) -> None:
         """Tell a listener of all endpoints that are in the pool, and of every change."""
@@ -69,32 +74,44 @@ class Pool:
     def update(self, specs: Sequence[EndpointSpec]) -> None:
         """Make these the endpoints: others are removed, new ones added, the rest kept.
 
-        New labels of an endpoint that stays are taken over, and its state is kept. One whose events
-        come from elsewhere than before is another.
+        New labels of an endpoint that stays are taken over, and its state is kept. One of another
+        incarnation, or whose events come from elsewhere than before, is another.
 
         Raises:
             ValueError: an address that is no `ip:port`, one given twice, event sources that cannot
                 be, or too many endpoints; nothing has changed then.
         """
-        wanted = _by_address(specs)
+        before, wanted = self._wanted, _by_address(specs, self._wanted)
+        self._wanted = wanted
         gone = [
             endpoint
             for endpoint in self.endpoints.values()
-            if endpoint.address not in wanted or wanted[endpoint.address].events != endpoint.events
+            if (new_one := wanted.get(endpoint.address)) is None
+            or new_one.events != endpoint.events
+            or new_one.incarnation != endpoint.incarnation
         ]
         for endpoint in gone:
             del self.endpoints[endpoint.address]
             endpoint.alive = False
             heapq.heappush(self._free, endpoint.slot)
         new, changed = [], bool(gone)
-        for address, (host, port, labels, events) in wanted.items():
+        for address, one in wanted.items():
             known = self.endpoints.get(address)
             if known is None:
-                endpoint = Endpoint(address, host, port, labels, self._take_slot(), events)
+                endpoint = Endpoint(
+                    address,
+                    one.host,
+                    one.port,
+                    one.labels,
+                    self._take_slot(),
+                    one.events,
+                    one.name,
+                    one.incarnation,
+                )
                 self.endpoints[address] = endpoint
                 new.append(endpoint)
-            elif known.labels != labels:
-                known.labels = labels
+            elif before.get(address) is not one and (known.labels, known.name) != one.shown:
+                known.labels, known.name = one.shown
                 changed = True
         if changed or new:
             self._tell(gone, new)
@@ -211,28 +228,40 @@ def _join(host: str, port: int) -> str:
 
 
 class _Wanted(NamedTuple):
+    spec: EndpointSpec
     host: str
     port: int
     labels: Mapping[str, str]
     events: Sequence[EventSource]
+    name: str
+    incarnation: str
+
+    @property
+    def shown(self) -> tuple[Mapping[str, str], str]:
+        """What may change of an endpoint that stays."""
+        return self.labels, self.name
 
 
-def _by_address(specs: Sequence[EndpointSpec]) -> dict[str, _Wanted]:
-    """What a configuration wants at each address, checked."""
+def _by_address(specs: Sequence[EndpointSpec], before: Mapping[str, _Wanted]) -> dict[str, _Wanted]:
+    """What a configuration wants at each address, checked; those it wanted before need no check."""
     if len(specs) > MAX_ENDPOINTS:
         raise ValueError(f"{len(specs)} endpoints in one pool: {MAX_ENDPOINTS} are the most")
     wanted: dict[str, _Wanted] = {}
     publishers: set[str] = set()
     for spec in specs:
-        host, port = parse_address(spec.address)
-        address = _join(host, port)
+        address, one = spec.address, before.get(spec.address)
+        if one is None or one.spec is not spec:
+            host, port = parse_address(spec.address)
+            address, labels, events = _join(host, port), dict(spec.labels), tuple(spec.events)
+            name = spec.name or address
+            one = _Wanted(spec, host, port, labels, events, name, spec.incarnation)
         if address in wanted:
             raise ValueError(f"endpoint {address} is given twice")
-        for source in spec.events:
+        for source in one.events:
             if (publisher := written(source).live) in publishers:
                 raise ValueError(f"event address {publisher} is given twice")
             publishers.add(publisher)
-        wanted[address] = _Wanted(host, port, dict(spec.labels), tuple(spec.events))
+        wanted[address] = one
     return wanted
 
 

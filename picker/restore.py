@@ -2,13 +2,16 @@
 
 That is the string at `model` of the answer, at `response.model` of an event of the Responses API,
 and at `message.model` of Anthropic's first event, whatever the pod has put there. All other bytes
-pass as they come, at any cut, and only the beginning of a key is ever held back.
+pass as they come, at any cut, and only the beginning of a key is ever held back. A document that
+holds more than any answer does before it names its model is not read to its end.
 """
 
 from __future__ import annotations
 
 import json
 import re
+
+MAX_STEPS = 1 << 15  # through one document, each a microsecond: brackets, strings that are cut
 
 _MODEL = b"model"
 _HOLDERS = (b"response", b"message")  # of the object that names it
@@ -21,7 +24,10 @@ _MEMBERS = re.compile(  # that are none of ours, while they hold no others, each
     rb'\s*+(?:%b|[^"{}\[\],\s]++)\s*+,)*+' % _STRING,
     re.DOTALL,
 )
-_BESIDE_BRACKETS = re.compile(rb'(?:[^"{}\[\]]++|%b)*+' % _STRING, re.DOTALL)
+_FLAT = rb'(?:[^"{}\[\]]++|%b)*+' % _STRING
+_BESIDE_BRACKETS = re.compile(  # but for those of lists and objects that hold no others
+    rb'(?:[^"{}\[\]]++|%b|\[%b\]|\{%b\})*+' % (_STRING, _FLAT, _FLAT), re.DOTALL
+)
 _BETWEEN = re.compile(rb'[^"{}\[\],]*+')
 _SPACE = re.compile(rb"\s*+")
 _DATA = b"data:"
@@ -96,6 +102,7 @@ class _Document:
         "_name",
         "_quoted",
         "_replaces",
+        "_steps",
         "_wants_key",
     )
 
@@ -113,6 +120,7 @@ class _Document:
         self._quoted = False  # in a string
         self._escaped = False  # a byte of it
         self._replaces = False  # that string
+        self._steps = 0
 
     def scan(self, data: bytes, position: int, end: int, out: list[bytes]) -> int:
         """Pass on some bytes of it, but for a key at their end that may be one of ours.
@@ -121,11 +129,14 @@ class _Document:
         """
         start = position  # of what has not been passed on
         while position < end and not self._done:
+            self._steps += 1
             if self._quoted:
                 position = self._rest_of_string(data, position, end)
                 if self._replaces:
                     start = position
                     self._done = not self._quoted
+            elif self._steps > MAX_STEPS:
+                self._done = True
             elif self._depth > self._level:
                 position = self._nested(data, position, end)
             elif not self._depth:
@@ -205,11 +216,9 @@ class _Document:
                 self._level = 2
                 self._wants_key = True
             self._depth += 1
-            self._key = b""
         else:
             self._depth -= 1
             self._level = self._depth
-            self._wants_key = False
             self._done = not self._depth
 
 

@@ -43,7 +43,8 @@ async def run(config: Config, path: Path | None, read: Callable[[], Config]) -> 
         try:
             ports = await service.start()
             if path is not None:
-                watching = asyncio.create_task(watch(path, read, service.reload))
+                failed = service.reloads.failed
+                watching = asyncio.create_task(watch(path, read, service.reload, failed=failed))
             await _either(service.until_ready(), stop.wait())
             gc.collect()
             gc.freeze()  # what is here now stays: no later collection need look at it
@@ -73,13 +74,15 @@ async def watch(
     read: Callable[[], Config],
     apply: Callable[[Config], None],
     poll_seconds: float = POLL_SECONDS,
+    *,
+    failed: Callable[[str], object] = lambda why: None,
 ) -> None:
     """Apply a file's configuration whenever it has changed, until cancelled.
 
     A change is taken up once it has stood still from one look to the next: an editor may write in
     steps. A file replaced by another, or through a symbolic link as Kubernetes does with a
-    ConfigMap, is a change. One that cannot be used, for whatever reason, is logged, and the old
-    one stays in force.
+    ConfigMap, is a change. One that cannot be used, for whatever reason, is logged and told to
+    `failed`, and the old one stays in force.
     """
     taken = seen = None  # so the file is read once more: it may have changed since it was
     while True:
@@ -90,13 +93,16 @@ async def watch(
         taken = seen
         if seen is not None and not seen.size:  # half of a save, or a mistake: not "no endpoints"
             log.error("The old configuration stays in force: %s is empty", path)
+            failed(f"{path} is empty")
             continue
         try:
             apply(await asyncio.to_thread(read))
         except ValueError as problem:
             log.error("The old configuration stays in force: %s", problem)
-        except Exception:  # the next change may put it right
+            failed(str(problem))
+        except Exception as problem:  # the next change may put it right
             log.exception("The old configuration stays in force")
+            failed(f"{type(problem).__name__}: {problem}")
 
 
 class _Signature(NamedTuple):

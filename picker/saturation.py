@@ -26,12 +26,17 @@ class Saturation:
     def __init__(self, pool: Pool, load: Load, settings: Settings) -> None:
         self._pool = pool
         self._load = load
-        self._settings = settings
+        self.settings = settings
         self._rooms = np.zeros(0, np.int64)  # by slot
         self._room = 0  # of all pods
         self._full = 0  # pods without room
         self._revision = -1  # of the pool that they are of
         self._fresh_until = -inf  # by the load's clock: then a pod may have been silent too long
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Pods are full by other numbers from now on."""
+        self.settings = settings
+        self._fresh_until = -inf  # all are looked at again
 
     @property
     def num_pods(self) -> int:
@@ -83,7 +88,7 @@ class Saturation:
         """Requests that one pod can take."""
         if not pod.fresh:
             return 0
-        settings = self._settings
+        settings = self.settings
         room = settings.waiting - _queued(pod)
         if pod.kv_usage >= settings.kv:
             # A pod with nothing to do has room, whatever of its memory the past takes.
@@ -96,7 +101,7 @@ class Saturation:
     def _level(self, pod: SlotLoad) -> float:
         if not pod.fresh:
             return 1.0
-        settings = self._settings
+        settings = self.settings
         levels = [_queued(pod) / settings.waiting]
         if not isnan(pod.kv_usage):
             levels.append(pod.kv_usage / settings.kv)

@@ -89,8 +89,9 @@ class Scheduler:
 
     @property
     def uses_sessions(self) -> bool:
-        """Whether any scorer reads where a session lives."""
-        return any(getattr(scorer, "uses_sessions", False) for scorer in self._scorers)
+        """Whether any scorer or filter reads where a session lives."""
+        filters = (preference for _, preference in self._required + self._preferences)
+        return any(getattr(part, "uses_sessions", False) for part in (*self._scorers, *filters))
 
     def schedule(self, request: Request, pods: Pods) -> Decision:
         """The endpoint for a request among `pods`, and those to fall back to.
@@ -182,10 +183,16 @@ def _best(totals: Column, chosen: list[int]) -> NDArray[np.intp]:
 
 
 def _scorer(name: str, value: float | dict[str, Any]) -> tuple[str, float, Any]:
-    """Name, weight and scorer of an entry `name: weight` or `name: {weight: 2, parameter: ...}`."""
+    """Name, weight and scorer of an entry `name: weight` or `name: {weight: 2, parameter: ...}`.
+
+    With a `type` among the parameters, the name may be any.
+    """
     parameters = dict(value) if isinstance(value, dict) else {"weight": value}
     weight = parameters.pop("weight", 1.0)
-    scorer = build("scorer", name, SCORERS, parameters)
+    kind = parameters.pop("type", name)
+    if not isinstance(kind, str):
+        raise ValueError(f"scorer {name!r}: type must be a scorer's name, not {kind!r}")
+    scorer = build("scorer", kind, SCORERS, parameters)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"scorer {name!r}: weight must be a number, not {weight!r}")
     if not 0 <= weight < math.inf:

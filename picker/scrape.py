@@ -6,15 +6,18 @@ import asyncio
 import errno
 import logging
 import os
+import re
+import ssl
 from collections.abc import Callable, Mapping
 
 from picker.config import Metrics
-from picker.engines import engine_of, parse, start_time
+from picker.engines import ENGINE_LABELS, Engine, engine_of, engines_of, parse, start_time
 from picker.load import Load
 from picker.pages import PageConnection
 from picker.pool import Endpoint, Pool
 
 SAME_START = 1.0  # seconds that two readings of a process's start may differ
+_PATH = re.compile(r"/[!-~]{0,1000}")
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 log = logging.getLogger(__name__)
 
@@ -45,24 +48,44 @@ class Scraper:
         that changes. `call_later` is the running loop's unless given.
 
         Raises:
-            ValueError: a pod that is slow once would not be asked again before it is passed over.
+            ValueError: the settings cannot be used.
         """
-        if settings.idle_interval >= settings.stale_after:
-            raise ValueError(
-                f"metrics.idleInterval ({settings.idle_interval:g} s) must be shorter than "
-                f"metrics.staleAfter ({settings.stale_after:g} s), or a pod that is slow once is "
-                "passed over"
-            )
+        check_settings(settings)
         self._pool = pool
         self.load = load
-        self.settings = settings
+        self._use(settings)
         self.on_resize = on_resize
+        self._unknown_engines: set[str] = set()  # that labels have named
         self._call_later = call_later
         self._watches: dict[Endpoint, _Watch] = {}
         self._unheard: set[Endpoint] = set()
         self._all_heard = asyncio.Event()
         self._all_heard.set()
         self._running = False
+
+    def _use(self, settings: Metrics) -> None:
+        self._engines = engines_of(settings)
+        self._labels = (settings.engine_label,) if settings.engine_label else ENGINE_LABELS
+        self.tls = _tls(settings)
+        self.settings = settings
+
+    def reconfigure(self, settings: Metrics) -> None:
+        """Ask by other settings from now on.
+
+        Raises:
+            ValueError: they cannot be used; nothing has changed then.
+        """
+        check_settings(settings)
+        self._use(settings)
+        for endpoint, watch in list(self._watches.items()):
+            watch.close()
+            self._watch(endpoint)
+
+    def engine(self, labels: Mapping[str, str]) -> Engine:
+        """Of a pod with these labels."""
+        return engine_of(
+            labels, self.settings.engine, self._unknown_engines, self._engines, self._labels
+        )
 
     async def start(self) -> None:
         """Begin to ask all pods, those present and those to come."""
@@ -85,9 +108,12 @@ class Scraper:
     def added(self, endpoint: Endpoint) -> None:
         if not self._running:
             return
-        assert self._call_later is not None
         self._unheard.add(endpoint)
         self._all_heard.clear()
+        self._watch(endpoint)
+
+    def _watch(self, endpoint: Endpoint) -> None:
+        assert self._call_later is not None
         self._watches[endpoint] = _Watch(self, endpoint, self._call_later)
 
     def removed(self, endpoint: Endpoint) -> None:
@@ -150,9 +176,10 @@ class _Watch:
 
     def _read_labels(self) -> None:
         self._labels: Mapping[str, str] = self._endpoint.labels
-        self._engine = engine_of(self._labels, self._settings.engine)
+        self._engine = self._scraper.engine(self._labels)
+        self._path = self._settings.path or self._engine.path
         self._request = (
-            f"GET {self._engine.path} HTTP/1.1\r\nhost: {self._endpoint.address}\r\n"
+            f"GET {self._path} HTTP/1.1\r\nhost: {self._endpoint.address}\r\n"
             "accept: text/plain\r\nuser-agent: warmpath\r\n\r\n"
         ).encode()
 
@@ -177,11 +204,17 @@ class _Watch:
         endpoint = self._endpoint
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: PageConnection(self.page, self.failed), endpoint.host, endpoint.port
+                lambda: PageConnection(self.page, self.failed),
+                endpoint.host,
+                self._settings.port or endpoint.port,
+                ssl=self._scraper.tls,
             )
         except OSError as error:
             self._connecting = None
-            why = "cannot connect: " + (os.strerror(error.errno) if error.errno else str(error))
+            if isinstance(error, ssl.SSLError):
+                why = f"cannot connect: TLS: {error.reason or error}"
+            else:
+                why = "cannot connect: " + (os.strerror(error.errno) if error.errno else str(error))
             unreachable = error.errno in _UNREACHABLE
             if error.errno == errno.ECONNREFUSED and self._answered:
                 self._load.failed(self._scraper.restarted(endpoint), why, unreachable=unreachable)
@@ -206,7 +239,7 @@ class _Watch:
     def page(self, body: bytes) -> None:
         report = parse(body, self._engine)
         if report.waiting is None and report.running is None and report.kv_usage is None:
-            self._fail(f"nothing on {self._engine.path} is known of {self._engine.name}")
+            self._fail(f"nothing on {self._path} is known of {self._engine.name}")
             return
         if self._new_connection and self._is_another_process(body):
             self._scraper.restarted(self._endpoint)
@@ -255,3 +288,27 @@ class _Watch:
         self._pause = pause
         elapsed = self._load.clock() - self._began
         self._timer = self._call_later(max(pause - elapsed, pause / 2), self._scrape)
+
+
+def check_settings(settings: Metrics) -> None:
+    """Raises ValueError: pods cannot be asked by these settings."""
+    if settings.idle_interval >= settings.stale_after:
+        raise ValueError(
+            f"metrics.idleInterval ({settings.idle_interval:g} s) must be shorter than "
+            f"metrics.staleAfter ({settings.stale_after:g} s), or a pod that is slow once is "
+            "passed over"
+        )
+    if settings.path and not _PATH.fullmatch(settings.path):
+        raise ValueError(f"metrics.path: {settings.path!r} is no path, such as /metrics")
+    engines_of(settings)
+
+
+def _tls(settings: Metrics) -> ssl.SSLContext | None:
+    """How pods are asked over TLS; None: without."""
+    if settings.scheme == "http":
+        return None
+    context = ssl.create_default_context()
+    if settings.insecure_skip_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 MAX_STREAMS = 16_384  # one lasts as long as its generation; a further one is refused
 MAX_HELD_BODIES = 32  # as long as allowed: what all unfinished request bodies may take together
 BUSY_RETRY_SECONDS = 1
+# gRPC forgets streams that come while it tells clients by GOAWAY to send no more: it answers them
+# when the connection ends. So we are quiet before: no stream has come for so long.
+QUIET_SECONDS = 0.5
+QUIET_SHARE = 0.5  # of the time to drain, after which GOAWAY is said to clients who do not stop
 LAST_WORDS_SECONDS = 0.25  # to let the ends of streams reach Envoy before connections close
 
 _FAULT = HTTPStatus.INTERNAL_SERVER_ERROR  # of our own: the gateway fails open or closed
@@ -50,13 +55,21 @@ OPTIONS: list[tuple[str, int]] = [
 class ExtProcServer:
     """ext_proc on a port of its own. Other services can join `server` before `start`."""
 
-    def __init__(self, director: Director, config: Config) -> None:
+    def __init__(
+        self,
+        director: Director,
+        config: Config,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """`credentials` are for TLS; None: without."""
         self._director = director
         self._config = config
+        self._credentials = credentials
         self._streams: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._held = 0
         self._held_limit = MAX_HELD_BODIES * config.max_body
+        self._came = -math.inf  # when the last one did
         self._idle = asyncio.Event()
         self._idle.set()
         limit = message_limit(config.max_body)
@@ -73,13 +86,20 @@ class ExtProcServer:
         """Requests in flight."""
         return len(self._streams)
 
+    def reconfigure(self, config: Config) -> None:
+        """Streams that begin from now on go by this; ports and limits stay."""
+        self._config = config
+
     async def start(self) -> int:
         """Listen. Returns the port. Raises OSError."""
         listen = self._config.listen
-        return await grpc_port.start(self.server, listen.host, listen.grpc)
+        return await grpc_port.start(self.server, listen.host, listen.grpc, self._credentials)
 
     async def drain(self, also: Awaitable[object] | None = None) -> None:
         """Take no new stream, and wait for those in flight, at most `drain` seconds; then stop.
+
+        Clients are told by GOAWAY to go elsewhere, as soon as they have ceased to come of
+        themselves, or half of the time is over.
 
         Other services' streams are not waited for: one of access logs lasts as long as its Envoy.
 
@@ -87,9 +107,12 @@ class ExtProcServer:
             also: is waited for, too: the lean profile's drain, which access logs end.
         """
         seconds = self._config.drain
-        stopping = asyncio.create_task(self.server.stop(seconds))
+        until = asyncio.get_running_loop().time() + seconds
+        await self._quiet(QUIET_SHARE * seconds)
+        rest = until - asyncio.get_running_loop().time()
+        stopping = asyncio.create_task(self.server.stop(rest + LAST_WORDS_SECONDS))
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(rest):
                 await self._idle.wait()
                 if also is not None:
                     await asyncio.shield(also)
@@ -98,6 +121,14 @@ class ExtProcServer:
                 log.warning("%d requests were still in flight after %gs", self.streams, seconds)
         await self.stop()
         await stopping
+
+    async def _quiet(self, at_most: float) -> None:
+        """Wait until no stream has come for a while, or for so many seconds."""
+        now = asyncio.get_running_loop().time()
+        until = now + at_most
+        while (pause := min(self._came + QUIET_SECONDS, until) - now) > 0:
+            await asyncio.sleep(pause)
+            now = asyncio.get_running_loop().time()
 
     async def stop(self) -> None:
         """End all streams now."""
@@ -111,6 +142,7 @@ class ExtProcServer:
         assert stream is not None
         self._streams.add(stream)
         self._idle.clear()
+        self._came = asyncio.get_running_loop().time()
         exchange = Exchange(
             self._director.refused,
             max_body=self._config.max_body,

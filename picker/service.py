@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from picker.access_log import AccessLogService
 from picker.admin import AdminServer, Views
-from picker.config import Config, Prefix
+from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
 from picker.gate import Gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
+from picker.kubernetes import settings as kubernetes
 from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
@@ -27,18 +27,27 @@ from picker.prefix.match import PrefixProducer
 from picker.quota.admin_server import QuotaAdminServer
 from picker.quota.store import Store
 from picker.quota.stores import open_store
+from picker.reload import Reloads, in_force
+from picker.replicas.known import Known
+from picker.replicas.replicas import Replicas, is_one_of_many, read_secret
+from picker.replicas.replicas import check_settings as check_replicas
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
-from picker.server import ExtProcServer
+from picker.scrape import check_settings as check_metrics
+from picker.server import LAST_WORDS_SECONDS, ExtProcServer
 from picker.sessions import Sessions
+from picker.tls import ServerTls
+from picker.tls import check_settings as check_tls
 
 if TYPE_CHECKING:
+    from picker.kubernetes.cluster import Cluster
+    from picker.kubernetes.follow import KubernetesPool
     from picker.prefix.precise import EventsPrefix
 
 log = logging.getLogger(__name__)
 
-LAME_SECONDS = 1.0  # between "not ready" and closed doors: for probes to see it
+STARTING = "starting"  # not ready yet, and nothing is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class Ports:
     health: int
     admin: int
     quota: int | None  # where there is a service to administer quotas
+    replica: int | None  # where there are other pickers
 
 
 class Service:
@@ -63,41 +73,68 @@ class Service:
     """
 
     def __init__(self, config: Config) -> None:
+        check_tls(config.listen.tls)
+        check_replicas(config)
         self.config = config
-        self._pool = Pool(config.pool.name)
+        kubernetes.check(config)
+        self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
         self._events = _events_prefix(self._pool, config.prefix)
-        self._prefix: PrefixProducer = self._events or ApproximatePrefix(self._pool, config.prefix)
+        if self._events is None:
+            self._prompts = ApproximatePrefix(self._pool, config.prefix)
+        else:
+            self._prompts = self._events.approximate
+        self._prefix: PrefixProducer = self._events or self._prompts
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
-        if config.quota.enabled or config.flow.enabled:
+        if config.quota.enabled or config.flow.enabled or config.identity.tells:
             self._gate = Gate(config, self._pool, self._load)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
         self._journal = Journal()
+        self._replicas: Replicas | None = None  # where there are other pickers
         scheduler = Scheduler(config.scheduling)
         self.rewrites = Rewrites(config.rewrites, config.rewrite_headers)
+        self._sessions = Sessions(config.sessions, enabled=scheduler.uses_sessions)
         self.director = Director(
             pool=self._pool,
             load=self._load,
             prefix=self._prefix,
             scheduler=scheduler,
-            sessions=Sessions(config.sessions, enabled=scheduler.uses_sessions),
+            sessions=self._sessions,
             metrics=self._metrics,
             journal=self._journal,
             models=frozenset(config.models),
             gate=self._gate,
             rewrites=self.rewrites,
+            ignore_subset=config.pool.ignore_subset,
         )
         self._pool.update(config.pool.endpoints)
-        self._not_ready: str | None = "starting"
+        self.reloads = Reloads()
+        self._cluster_rules: Sequence[Rewrite] = ()  # as Kubernetes has them
+        self._cluster = _cluster(config, self._tell)
+        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
+        self._not_ready: str | None = STARTING  # for a reason of our own
         self._servers: _Servers | None = None
+        self._tls: ServerTls | None = None  # of the gRPC port, where it has it
+        self._watching: asyncio.Task[None] | None = None  # its files
         self._store: Store | None = None  # of quotas
 
     @property
     def not_ready(self) -> str | None:
         """Why requests are not welcome; None when they are."""
+        if self._not_ready is None and self._cluster is not None:
+            return self._cluster.why_not_leading
+        if self._not_ready == STARTING and self._kubernetes is not None:
+            return self._kubernetes.waiting_for or STARTING
         return self._not_ready
+
+    def _tell(self) -> None:
+        """Probes and watchers, whether we are ready."""
+        if self._servers is not None:
+            ready = self.not_ready is None
+            self._servers.health.set_ready(ready)
+            self._servers.lean.ready = ready
 
     @property
     def num_endpoints(self) -> int:
@@ -115,48 +152,96 @@ class Service:
 
         Raises:
             OSError: a port cannot be had. What has started is left for `stop`.
-            ValueError: a file that the configuration names cannot be used.
+            ValueError: a file that the configuration names cannot be used, or there are no
+                credentials for Kubernetes.
         """
         if self._gate is not None:
             await self._gate.start(self._quota_store)  # before anybody can ask
         listen = self.config.listen
-        self._servers = servers = _Servers(self.director, self.config, self._pool, self._views())
+        if self._cluster is not None:
+            await self._cluster.connect()
+        if listen.tls.mode != "off":
+            self._tls = ServerTls(listen)
+            self._watching = asyncio.create_task(self._tls.watch())
+        self._servers = servers = _Servers(
+            self.director,
+            self.config,
+            self._pool,
+            self._views(),
+            self._tls,
+            still=lambda: self.not_ready is None,
+        )
         ports = Ports(
             grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
             http=await _listen(servers.lean, listen.host, listen.http, "http"),
             health=await _listen(servers.health_server, listen.host, listen.health, "health"),
             admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
             quota=await self._start_quota_admin(servers),
+            replica=await self._join(servers),
         )
         await self._prefix.start()
+        if self._replicas is not None:
+            await self._replicas.start()
         await self._scraper.start()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         return ports
 
     async def until_ready(self) -> None:
-        """Wait until each pod has told its load, and what it holds, or failed to.
+        """Wait until it is known which pods there are, and each has told its load, and what it
+        holds, or failed to.
 
         From then on the service is ready.
         """
+        if self._kubernetes is not None:
+            await self._kubernetes.first_round()
         await self._scraper.first_round()
         await self._prefix.first_round()
+        if self._replicas is not None:
+            await self._replicas.first_round()
         assert self._servers is not None, "started"
         await self._servers.lean.serve()
         self._not_ready = None
-        self._servers.health.set_ready(True)
+        if self._cluster is not None:
+            self._cluster.stand()
+        self._tell()
 
     async def drain(self) -> None:
-        """No longer ready; then take nothing new, and wait for what runs, `config.drain` long."""
+        """No longer ready, and `config.drain_delay` later nothing new is taken; what runs has
+        `config.drain` to end. What still waits for its turn then is refused."""
         assert self._servers is not None, "started"
+        delay, seconds = self.config.drain_delay, self.config.drain
         self._not_ready = "draining"
-        self._servers.health.set_ready(False)
-        await asyncio.sleep(min(LAME_SECONDS, self.config.drain))
-        log.info("Draining, for at most %g s", self.config.drain)
+        self._tell()
+        log.info("No longer ready; requests are taken for another %g s", delay)
+        if self._cluster is not None:  # so that another leads while we drain
+            await asyncio.gather(self._cluster.resign(), asyncio.sleep(delay))
+        else:
+            await asyncio.sleep(delay)
+        log.info("Draining: nothing new is taken, and what runs has %g s to end", seconds)
+        refusing = None
+        if self._gate is not None:  # early enough for the answers to be read
+            until = max(0.0, seconds - LAST_WORDS_SECONDS)
+            refusing = asyncio.get_running_loop().call_later(until, self._gate.refuse_waiting)
         lean = asyncio.ensure_future(self._servers.lean.drain())
-        await asyncio.gather(lean, self._servers.ext_proc.drain(lean))
+        try:
+            await asyncio.gather(lean, self._servers.ext_proc.drain(lean))
+        finally:
+            if refusing is not None:
+                refusing.cancel()
+        log.info("Drained")
 
     async def stop(self) -> None:
         """End everything now."""
         self._not_ready = "stopped"
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._cluster is not None:
+            await self._cluster.close()
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
+        if self._replicas is not None:
+            await self._replicas.stop()
         await self._scraper.stop()
         await self._prefix.stop()
         if self._servers is not None:
@@ -167,12 +252,50 @@ class Service:
             await self._store.close()
 
     def reload(self, config: Config) -> None:
-        """Take over the endpoints of a configuration, which the pool checks; the rest is told.
+        """Take over a configuration, as far as that needs no restart; the rest is told.
+
+        Requests that were picked end under what they began with.
+
+        Where the pods are found in Kubernetes, the file has none to take over.
 
         Raises:
-            ValueError: endpoints that there cannot be; nothing has changed then.
+            ValueError: it cannot be used; nothing has changed then.
         """
-        endpoints = config.pool.endpoints
+        old = self.config
+        new, waiting = in_force(old, config)
+        scheduler = Scheduler(new.scheduling)
+        Rewrites(new.rewrites)
+        check_metrics(new.metrics)
+        if self._gate is not None:
+            self._gate.check(new)
+        if not kubernetes.is_used(new):
+            self._list(new.pool.endpoints)
+        # From here on nothing fails.
+        self.config = new
+        self._sessions.reconfigure(new.sessions, enabled=scheduler.uses_sessions)
+        self.director.reconfigure(
+            scheduler, frozenset(new.models), ignore_subset=new.pool.ignore_subset
+        )
+        if new.rewrites != old.rewrites:
+            self._take_rules(self._cluster_rules)
+        self._load.stale_after = new.metrics.stale_after
+        if new.metrics != old.metrics:
+            self._scraper.reconfigure(new.metrics)
+        if self._gate is not None:
+            self._gate.reconfigure(new)
+        if self._servers is not None:
+            self._servers.ext_proc.reconfigure(new)
+            self._servers.lean.reconfigure(new)
+        self.reloads.succeeded(waiting)
+        if new != old:
+            log.info("The configuration has changed")
+        if waiting:
+            log.warning(
+                "Changed in the file, but only a restart applies it: %s", ", ".join(waiting)
+            )
+
+    def _list(self, endpoints: list[EndpointSpec]) -> None:
+        """Make these the endpoints. Raises ValueError."""
         before = set(self._pool.endpoints)
         self._pool.update(endpoints)
         after = set(self._pool.endpoints)
@@ -183,12 +306,11 @@ class Service:
                 len(after - before),
                 len(before - after),
             )
-        pool = msgspec.structs.replace(self.config.pool, endpoints=endpoints)
-        self.config = msgspec.structs.replace(self.config, pool=pool)
-        if changed := _differing(self.config, config):
-            log.warning(
-                "Changed in the file, but only a restart applies it: %s", ", ".join(changed)
-            )
+
+    def _take_rules(self, rules: Sequence[Rewrite]) -> None:
+        """Rewrite by the cluster's rules, after those of the file, which win."""
+        self._cluster_rules = rules
+        self.rewrites.update([*self.config.rewrites, *rules])
 
     async def _start_quota_admin(self, servers: _Servers) -> int | None:
         """Let the configured administer quotas. Returns the port."""
@@ -197,6 +319,31 @@ class Service:
             return None
         servers.quota = QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
         return await _listen(servers.quota, listen.host, listen.quota, "quota")
+
+    async def _join(self, servers: _Servers) -> int | None:
+        """Let other pickers follow us, where there are any. Returns the port."""
+        config = self.config
+        if not is_one_of_many(config):
+            return None
+        secret = read_secret(config)
+        naming = 0
+        if self._events is not None and secret:
+            from picker.prefix import keys
+
+            naming = keys.share(secret)
+        known = Known(
+            self._pool,
+            self._load,
+            self._prompts,
+            self._sessions,
+            None if self._gate is None else self._gate.flow,
+            None if self._events is None else self._events.index,
+            naming,
+        )
+        self._replicas = replicas = Replicas(config, known, secret, servers.access_log.handed)
+        servers.access_log.others = replicas.news
+        servers.lean.owner = f"{replicas.replica:016x}"
+        return await _listen(replicas.server, config.listen.host, config.listen.replica, "replica")
 
     def _quota_store(self) -> Store:
         """The one store: requests and administrators meet there."""
@@ -213,9 +360,59 @@ class Service:
             journal=self._journal,
             metrics=self._metrics,
             config=lambda: self.config,
-            not_ready=lambda: self._not_ready,
+            not_ready=lambda: self.not_ready,
+            replicas=lambda: self._replicas,
             gate=self._gate,
+            tls=self._tls,
+            reloads=self.reloads,
+            kubernetes=self._kubernetes,
+            cluster=self._cluster,
         )
+
+
+def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
+    """Whom to ask in Kubernetes besides the pool; None: nobody."""
+    wanted = {
+        "leaderElection": config.leader_election.enabled,
+        "listen.metricsAuth": config.listen.metrics_auth == "tokenReview",
+    }
+    if not any(wanted.values()):
+        return None
+    try:
+        from picker.kubernetes.cluster import Cluster  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        key = next(key for key, is_wanted in wanted.items() if is_wanted)
+        raise ValueError(
+            f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
+        ) from missing
+    return Cluster(config, on_change)
+
+
+def _pool_name(config: Config) -> str:
+    """As set; unless that is, the InferencePool's."""
+    is_set = config.pool.name != PoolSection().name
+    return config.pool.name if is_set else config.pool.kubernetes.pool or config.pool.name
+
+
+def _kubernetes_pool(
+    config: Config,
+    pool: Pool,
+    gate: Gate | None,
+    take_rules: Callable[[Sequence[Rewrite]], None],
+) -> KubernetesPool | None:
+    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
+    if not kubernetes.is_used(config):
+        return None
+    try:
+        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"pool.kubernetes needs the Python package {missing.name}: "
+            "pip install 'warmpath[kubernetes]'"
+        ) from missing
+    flow = None if gate is None else gate.flow
+    take_priorities = None if flow is None else flow.objectives.update
+    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
 
 
 def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
@@ -235,12 +432,23 @@ def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
 class _Servers:
     """All that listens."""
 
-    def __init__(self, director: Director, config: Config, pool: Pool, views: Views) -> None:
-        self.ext_proc = ExtProcServer(director, config)
+    def __init__(
+        self,
+        director: Director,
+        config: Config,
+        pool: Pool,
+        views: Views,
+        tls: ServerTls | None,
+        still: Callable[[], bool],
+    ) -> None:
+        """`still`: whether the service is ready, now."""
+        credentials = None if tls is None else tls.credentials
+        self.ext_proc = ExtProcServer(director, config, credentials)
         self.lean = LeanServer(director, config)
-        AccessLogService(self.lean.tickets).add_to(self.ext_proc.server)
+        self.access_log = AccessLogService(self.lean.tickets)
+        self.access_log.add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
-        self.health = Health()
+        self.health = Health(still)
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
         self.admin = AdminServer(views, config.listen.host, config.listen.admin)
@@ -272,23 +480,15 @@ async def _listen(server: _Startable, host: str, port: int, key: str) -> int:
 
 
 def check_config(config: Config) -> None:
-    """Raises ValueError when no service can be made of a configuration."""
+    """Raises ValueError when no service can be made of a configuration.
+
+    Files that it names are not looked at: what is wrong with them is no reason to refuse a change.
+    """
     Service(config)
 
 
-def _differing(old: Config, new: Config) -> list[str]:
-    """Keys whose values differ, as the file writes them; sections by their keys."""
-    found: list[str] = []
-    for field in msgspec.structs.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before == after:
-            continue
-        if isinstance(before, msgspec.Struct):
-            found += [
-                f"{field.encode_name}.{inner.encode_name}"
-                for inner in msgspec.structs.fields(before)
-                if getattr(before, inner.name) != getattr(after, inner.name)
-            ]
-        else:
-            found.append(field.encode_name)
-    return found
+def check_start(config: Config) -> None:
+    """`check_config`, and that the files can be used that a start needs. Raises ValueError."""
+    check_config(config)
+    if config.listen.tls.mode != "off":
+        ServerTls(config.listen)

@@ -1,11 +1,11 @@
-"""Sessions: which endpoint served a session last."""
+"""Sessions: which endpoint served a session last, here or at another picker of the pool."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from picker.pool import Endpoint
 
 MOST = 100_000  # sessions remembered; beyond that the longest unused one is forgotten
+
+
+class Stamp(NamedTuple):
+    """When a session was kept, without a clock: the greater counts, wherever it is compared."""
+
+    version: int = 0  # one more than that of the one before, as far as its picker knew
+    replica: int = 0  # that kept it
+
+
+class Home(NamedTuple):
+    """Where a session lives."""
+
+    endpoint: Endpoint
+    expires: float  # by the sessions' clock
+    stamp: Stamp
+
+    def lives(self, now: float) -> bool:
+        return self.endpoint.alive and self.expires > now
 
 
 class Sessions:
@@ -38,7 +56,15 @@ class Sessions:
         self._ttl = settings.ttl
         self._most = most
         self._clock = clock
-        self._homes: OrderedDict[bytes, tuple[Endpoint, float]] = OrderedDict()  # oldest use first
+        self._homes: OrderedDict[bytes, Home] = OrderedDict()  # oldest use first
+        self.replica = 0  # our number among the pickers of the pool
+        # Told of each session that is kept here, where somebody wants to know.
+        self.on_keep: Callable[[bytes], None] | None = None
+
+    def reconfigure(self, settings: config.Sessions, *, enabled: bool) -> None:
+        """Another header names sessions from now on, or they live for another time."""
+        self._header = settings.header.lower() if enabled else ""
+        self._ttl = settings.ttl
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -55,19 +81,42 @@ class Sessions:
         home = self._homes.get(key)
         if home is None:
             return None
-        endpoint, expires = home
-        if not endpoint.alive or expires <= self._clock():
-            del self._homes[key]
-            return None
-        return endpoint
+        return home.endpoint if home.lives(self._clock()) else None
 
     def keep(self, key: bytes, endpoint: Endpoint) -> None:
         """The session lives on `endpoint` from now on."""
         if not key:
             return
         now = self._clock()
+        before = self._homes.get(key)
+        stamp = Stamp(1 if before is None else before.stamp.version + 1, self.replica)
+        self._keep(key, Home(endpoint, now + self._ttl, stamp), now)
+        if self.on_keep is not None:
+            self.on_keep(key)
+
+    def kept_elsewhere(self, key: bytes, endpoint: Endpoint, stamp: Stamp, age: float) -> None:
+        """Another picker kept a session on `endpoint`, `age` seconds ago."""
+        now = self._clock()
+        before = self._homes.get(key)
+        expires = now + self._ttl - max(0.0, age)
+        newer = before is None or not before.lives(now) or before.stamp < stamp
+        if newer and expires > now and self._header:
+            self._keep(key, Home(endpoint, expires, stamp), now)
+
+    def told(self, key: bytes) -> tuple[Endpoint, Stamp, float] | None:
+        """Where a session lives, its stamp, and seconds since it was kept: for others to know."""
+        home = self._homes.get(key)
+        if home is None:
+            return None
+        return home.endpoint, home.stamp, self._clock() + self._ttl - home.expires
+
+    def keys(self) -> list[bytes]:
+        """Of all sessions, the longest unused first."""
+        return list(self._homes)
+
+    def _keep(self, key: bytes, home: Home, now: float) -> None:
         homes = self._homes
-        homes[key] = endpoint, now + self._ttl
+        homes[key] = home
         homes.move_to_end(key)
-        while len(homes) > self._most or next(iter(homes.values()))[1] <= now:
+        while len(homes) > self._most or next(iter(homes.values())).expires <= now:
             homes.popitem(last=False)

@@ -5,6 +5,8 @@ that had nothing waiting is lifted to the others when it comes back, so that it 
 credit by staying away. A request's prompt is charged when it is dispatched, its output while it
 comes.
 
+Tenants may be served by other pickers, too: what they got there is added here.
+
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), algorithms 2 (here with
 any cost and with weights, section 4.2) and 3 (expected lengths).
 """
@@ -83,6 +85,9 @@ class VirtualTokenCounter:
         self._heap: list[tuple[float, int, Counter]] = []
         self._entries = 0
         self._last: Counter | None = None  # of the tenant that last stopped waiting
+        # Told of each charge here: the tenant, by how much its service grew, and whether that is
+        # of a request that goes just now.
+        self.on_charge: Callable[[str, float, bool], None] | None = None
         self.num_waiting = 0  # tenants
         self.lifts = 0  # of all tenants, also of those that are forgotten
 
@@ -106,20 +111,7 @@ class VirtualTokenCounter:
         elif not counter.open:
             self._idle.pop(tenant, None)
         assert not counter.waiting
-        level = self._level()
-        if level is None:
-            counter._refundable = inf
-        else:
-            behind = level - counter.value
-            if behind > 0:
-                counter.value = level
-                counter.lifts += 1
-                self.lifts += 1
-                counter.lifted += behind
-            # A refund of what was charged before would have left more to lift: it must not
-            # take the counter below this level again.
-            counter._refundable = counter.value - level
-        counter.arrivals += 1
+        self._lift(counter)
         counter.waiting = True
         self.num_waiting += 1
         self._push(counter)
@@ -156,7 +148,7 @@ class VirtualTokenCounter:
         account = Account(
             counter, self.weight(tenant), prompt_tokens, expected, 0, 0.0, counter.arrivals
         )
-        self._charge(account, self._cost(prompt_tokens, expected))
+        self._charge(account, self._cost(prompt_tokens, expected), goes=True)
         return account
 
     def output(self, account: Account, tokens: int) -> None:
@@ -190,12 +182,14 @@ class VirtualTokenCounter:
         if not counter.open and not counter.waiting:
             self._rest(counter)
 
-    def _charge(self, account: Account, cost: float) -> None:
-        """Bring what a request was charged to `cost`."""
+    def _charge(self, account: Account, cost: float, *, goes: bool = False) -> None:
+        """Bring what a request was charged to `cost`. `goes`: it is dispatched."""
         more = (cost - account.charged) / account.weight
         account.charged = cost
         counter = account.counter
         counter.service += more
+        if self.on_charge is not None and (more or goes):
+            self.on_charge(counter.tenant, more, goes)
         if more >= 0:
             counter.value += more
             return
@@ -206,7 +200,57 @@ class VirtualTokenCounter:
         if counter.waiting:
             self._push(counter)
 
+    # Other pickers
+
+    def charge_elsewhere(self, tenant: str, more: float, *, came: bool) -> None:
+        """The tenant's service grew by this at another picker.
+
+        Args:
+            more: over the tenant's weight; below 0 it is a refund.
+            came: a request of the tenant came there, which lifts the counter as one here does.
+        """
+        counter = self._counters.get(tenant)
+        if counter is None:
+            counter = self._counters[tenant] = Counter(tenant)
+            came = True
+        if came and not counter.waiting:
+            self._lift(counter)
+        counter.service += more
+        if more < 0:  # nobody knows of which request: see `_lift`
+            more = -min(-more, counter._refundable)
+        counter._refundable += more
+        counter.value += more
+        if counter.waiting:
+            if more < 0:
+                self._push(counter)
+        elif not counter.open:
+            self._idle.pop(tenant, None)
+            self._rest(counter)
+
+    def adopt(self, tenant: str, value: float) -> None:
+        """The counter of a tenant at another picker, for one that knows none of its tenants yet."""
+        if tenant not in self._counters:
+            counter = self._counters[tenant] = Counter(tenant, value)
+            self._rest(counter)
+
     # Inside
+
+    def _lift(self, counter: Counter) -> None:
+        """The tenant comes after it had nothing waiting."""
+        level = self._level()
+        if level is None:
+            counter._refundable = inf
+        else:
+            behind = level - counter.value
+            if behind > 0:
+                counter.value = level
+                counter.lifts += 1
+                self.lifts += 1
+                counter.lifted += behind
+            # A refund of what was charged before would have left more to lift: it must not
+            # take the counter below this level again.
+            counter._refundable = counter.value - level
+        counter.arrivals += 1
 
     def _level(self) -> float | None:
         """What a tenant that comes is lifted to."""

@@ -5,10 +5,12 @@ A name here is the name in warmpath.yaml; a scorer's parameters are its dataclas
 
 from __future__ import annotations
 
+from scorers.active import Active
 from scorers.context_length import ContextLength
 from scorers.inflight import Inflight
 from scorers.kv import KV
 from scorers.label import Label
+from scorers.load_aware import LoadAware
 from scorers.lora import Lora
 from scorers.no_hit_lru import NoHitLru
 from scorers.pods import Scorer
@@ -16,6 +18,7 @@ from scorers.prefix import Prefix
 from scorers.queue import Queue
 from scorers.running import Running
 from scorers.session import Session
+from scorers.token_load import TokenLoad
 from scorers.uncached import Uncached
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -30,4 +33,7 @@ SCORERS: dict[str, type[Scorer]] = {
     "noHitLru": NoHitLru,
     "label": Label,
     "contextLength": ContextLength,
+    "tokenLoad": TokenLoad,
+    "active": Active,
+    "loadAware": LoadAware,
 }

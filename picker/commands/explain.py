@@ -99,6 +99,8 @@ def _print_one(decision: dict[str, Any]) -> None:
     if decision["tenant"] is not None:
         for label, value in zip(GATE_COLUMNS, _passage(decision), strict=True):
             click.echo(f"{label:<14}{value}")
+    if decision["targetModel"] != decision["model"]:
+        click.echo(f"{'sent as':<14}{safe(decision['targetModel'])}")
     click.echo(f"{'path':<14}{safe(decision['path'])}")
     click.echo(f"{'matched by':<14}{BY.get(decision['matchedBy'], '?')}")
     fallbacks = ", ".join(decision["picked"][1:]) or "-"

@@ -10,7 +10,7 @@ import click
 import uvloop
 from rich.console import Console
 
-from picker.config import Listen
+from picker.config import Listen, Tls
 from picker.up.cluster import CannotStart, Plan, check_ports, find_envoy, warmpath_command
 from picker.up.demo import DemoFailed
 from picker.up.processes import ChildFailed
@@ -37,6 +37,13 @@ Examples:
     "--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="How many."
 )
 @click.option(
+    "--pickers",
+    type=click.IntRange(1, 16),
+    default=1,
+    show_default=True,
+    help="How many. Each further one's ports are 10 above.",
+)
+@click.option(
     "--profile",
     type=click.Choice(["standard", "lean"]),
     default="standard",
@@ -55,6 +62,7 @@ Examples:
 @click.option("--health-port", type=PORT, default=9003, show_default=True, help="Its gRPC health.")
 @click.option("--http-port", type=PORT, default=9004, show_default=True, help="Its ext_authz.")
 @click.option("--admin-port", type=PORT, default=9090, show_default=True, help="Its admin pages.")
+@click.option("--replica-port", type=PORT, default=9006, show_default=True, help="Its peers'.")
 @click.option("--envoy-admin-port", type=PORT, default=9901, show_default=True, help="Envoy's.")
 @click.option(
     "--baseline-port",
@@ -63,11 +71,13 @@ Examples:
     show_default=True,
     help="Where Envoy serves round robin, for the demo.",
 )
+@click.option("--tls", is_flag=True, help="Envoy asks the picker's gRPC port over TLS.")
 @click.option("--demo/--no-demo", default=True, show_default=True, help="Show what it does.")
 def up(
     model: str,
     simulate: str | None,
     workers: int,
+    pickers: int,
     profile: str,
     port: int,
     worker_port: int,
@@ -75,11 +85,15 @@ def up(
     health_port: int,
     http_port: int,
     admin_port: int,
+    replica_port: int,
     envoy_admin_port: int,
     baseline_port: int,
+    tls: bool,
     demo: bool,
 ) -> None:
     """Start workers, picker and Envoy on this machine, and show what they do.
+
+    With several --pickers, Envoy asks them in turns, and each knows what the others do.
 
     The demo holds a few conversations through Envoy, first by round robin and then down the warm
     path, and prints what each prompt met. Then everything keeps serving until Ctrl-C.
@@ -93,7 +107,15 @@ def up(
         profile=profile,
         port=port,
         worker_port=worker_port,
-        listen=Listen(grpc=picker_port, health=health_port, http=http_port, admin=admin_port),
+        pickers=pickers,
+        listen=Listen(
+            grpc=picker_port,
+            health=health_port,
+            http=http_port,
+            admin=admin_port,
+            tls=Tls(mode="selfSigned" if tls else "off"),
+            replica=replica_port,
+        ),
         envoy_admin=envoy_admin_port,
         baseline_port=baseline_port if demo else None,
     )

@@ -15,7 +15,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
-from picker.envoy import clusters, listener
+from picker.envoy import clusters, listener, tls
 from picker.envoy.parts import as_dict, socket
 
 ADMIN_HOST = "127.0.0.1"
@@ -33,19 +33,20 @@ def bootstrap(
         baseline_port: serve the same pods there too, round robin, to compare with.
 
     Raises:
-        ValueError: a port of the picker is 0, or an endpoint is no IP address with a port.
+        ValueError: a port of the picker is 0, an endpoint is no IP address with a port, or the
+            picker's certificate cannot be used.
     """
     lean = config.envoy.profile == "lean"
     for name in ("grpc", "http") if lean else ("grpc",):
-        if not getattr(config.listen, name):
+        if not getattr(config.listen, name) and not config.envoy.pickers:
             raise ValueError(f"listen.{name} is 0: Envoy must know the picker's port")
     addresses = None if discover else [spec.address for spec in config.pool.endpoints]
     upstreams = [
         clusters.pods(addresses, tell_served=not lean),
-        clusters.picker_grpc(config.listen.host, config.listen.grpc, watched=not lean),
+        clusters.picker_grpc(config, tls.to_picker(config)),
     ]
     if lean:
-        upstreams.append(clusters.picker_http(config.listen.host, config.listen.http))
+        upstreams.append(clusters.picker_http(config))
     listeners = [listener.clients(config)]
     if baseline_port is not None:
         listeners.append(listener.baseline(config, baseline_port))

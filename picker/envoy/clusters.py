@@ -1,8 +1,8 @@
-"""Whom Envoy sends to: the pods of the pool, and the picker."""
+"""Whom Envoy sends to: the pods of the pool, and the picker, or several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -28,11 +28,14 @@ from envoy_data_plane.envoy.config.core.v3 import (
     GrpcServiceEnvoyGrpc,
     HealthCheck,
     HealthCheckGrpcHealthCheck,
+    HealthCheckHttpHealthCheck,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     KeepaliveSettings,
     RetryPolicy,
+    RetryPolicyRetryHostPredicate,
     TcpKeepalive,
+    TransportSocket,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -49,6 +52,7 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
     OverrideHostOverrideHostSource,
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
@@ -57,8 +61,9 @@ from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPath
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
-from picker.envoy.parts import NO_LIMIT, extension, socket
-from picker.names import DESTINATION, EXT_PROC, LB_NAMESPACE, PODS, SERVED
+from picker.config import Config, PickerAddress
+from picker.envoy.parts import NO_LIMIT, RETRYABLE, extension, socket
+from picker.names import DESTINATION, EXT_PROC, LB_NAMESPACE, PODS, READY_PATH, SERVED
 from picker.pool import parse_address
 
 PICKER_GRPC = "picker-grpc"
@@ -89,14 +94,29 @@ def pods(endpoints: Iterable[str] | None, *, tell_served: bool) -> Cluster:
     return cluster
 
 
-def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
+def pickers(config: Config) -> Sequence[PickerAddress]:
+    """Where Envoy reaches them."""
+    listen = config.listen
+    return config.envoy.pickers or [
+        PickerAddress(host=listen.host, grpc=listen.grpc, http=listen.http)
+    ]
+
+
+def several_pickers(config: Config) -> bool:
+    """Whether there may be another picker to ask: also behind a name."""
+    known = pickers(config)
+    return len(known) > 1 or not _is_ip(known[0].host)
+
+
+def picker_grpc(config: Config, transport: TransportSocket | None = None) -> Cluster:
     """The picker's gRPC port.
 
     A process that stands still, or is cut off, is noticed by its missing pings, and its streams
-    end. One whose event loop hangs answers pings all the same: gRPC's own threads do.
+    end. One whose event loop hangs answers pings all the same: gRPC's own threads do. So its health
+    is asked, too, where that matters, and no stream is opened to a picker that hangs or drains.
 
     Args:
-        watched: ask its health, too, and open no stream to a picker that hangs or drains.
+        transport: of its connections, health checks included; None: plain TCP.
     """
     http2 = Http2ProtocolOptions(
         connection_keepalive=KeepaliveSettings(
@@ -104,31 +124,87 @@ def picker_grpc(host: str, port: int, *, watched: bool) -> Cluster:
         )
     )
     protocol = HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2)
-    cluster = _at(_cluster(PICKER_GRPC, protocol), host, port)
-    if watched:
-        cluster.health_checks = [_health_check()]
-        # Without it, Envoy would ask an unhealthy picker where there is no other.
-        cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0))
+    cluster = _at(
+        _cluster(PICKER_GRPC, protocol), [(each.host, each.grpc) for each in pickers(config)]
+    )
+    cluster.transport_socket = transport
+    if config.envoy.profile == "standard" or several_pickers(config):
+        _watch(cluster)
+        cluster.health_checks[0].grpc_health_check = HealthCheckGrpcHealthCheck(
+            service_name=EXT_PROC
+        )
+    if several_pickers(config):
+        cluster.outlier_detection = _dead_pickers()
     return cluster
 
 
-def picker_http(host: str, port: int) -> Cluster:
+def picker_http(config: Config) -> Cluster:
     """The picker's HTTP port, of the lean profile."""
     protocol = HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions())
-    return _at(_cluster(PICKER_HTTP, protocol), host, port)
+    cluster = _at(
+        _cluster(PICKER_HTTP, protocol), [(each.host, each.http) for each in pickers(config)]
+    )
+    if several_pickers(config):
+        _watch(cluster)
+        cluster.health_checks[0].http_health_check = HealthCheckHttpHealthCheck(path=READY_PATH)
+        cluster.outlier_detection = _dead_pickers()
+    return cluster
 
 
-def _health_check() -> HealthCheck:
-    """Notices a picker that hangs within four seconds, and one that is back within half of one."""
+def another_picker(config: Config, patience: timedelta) -> RetryPolicy | None:
+    """Asks another picker when one is gone; None where there is no other.
+
+    `patience`: that one may take to answer. Envoy 1.40 takes the longest pause between two tries
+    for that, too.
+    """
+    if not several_pickers(config):
+        return None
+    previous = RetryPolicyRetryHostPredicate(
+        name="envoy.retry_host_predicates.previous_hosts",
+        typed_config=Any.pack(PreviousHostsPredicate()),
+    )
+    return RetryPolicy(
+        retry_on=RETRYABLE,
+        num_retries=max(1, len(pickers(config)) - 1),
+        retry_back_off=BackoffStrategy(
+            base_interval=timedelta(milliseconds=5), max_interval=patience
+        ),
+        retry_host_predicate=[previous],
+        host_selection_retry_max_attempts=3,
+    )
+
+
+def _watch(cluster: Cluster) -> None:
+    """Notice a picker that hangs within four seconds, and one that is back within half of one."""
     second, soon = timedelta(seconds=1), timedelta(milliseconds=250)
-    return HealthCheck(
-        interval=second,
-        unhealthy_interval=soon,
-        no_traffic_interval=soon,
-        timeout=second,
-        unhealthy_threshold=2,
-        healthy_threshold=1,
-        grpc_health_check=HealthCheckGrpcHealthCheck(service_name=EXT_PROC),
+    cluster.health_checks = [
+        HealthCheck(
+            interval=second,
+            unhealthy_interval=soon,
+            no_traffic_interval=soon,
+            timeout=second,
+            unhealthy_threshold=2,
+            healthy_threshold=1,
+        )
+    ]
+    # Without it, Envoy would ask an unhealthy picker where there is no other.
+    cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0))
+
+
+def _dead_pickers() -> OutlierDetection:
+    """Pass over a picker that cannot be reached, before its health is asked again."""
+    return OutlierDetection(
+        interval=timedelta(milliseconds=500),
+        base_ejection_time=timedelta(seconds=1),
+        max_ejection_time=timedelta(seconds=2),
+        max_ejection_percent=50,
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_consecutive_5xx=0,
+        enforcing_consecutive_gateway_failure=0,
+        enforcing_success_rate=0,
+        enforcing_local_origin_success_rate=0,
     )
 
 
@@ -157,17 +233,24 @@ def _cluster(
     )
 
 
-def _at(cluster: Cluster, host: str, port: int) -> Cluster:
-    try:
-        address = ip_address(host.strip("[]"))
-    except ValueError:
-        cluster.type = ClusterDiscoveryType.STRICT_DNS
-    else:
-        cluster.type = ClusterDiscoveryType.STATIC
-        if address.is_unspecified:  # listens everywhere, so also here
-            host = "::1" if address.version == 6 else "127.0.0.1"
-    cluster.load_assignment = _assignment(cluster.name, [(host, port)])
+def _at(cluster: Cluster, addresses: Iterable[tuple[str, int]]) -> Cluster:
+    cluster.type, found = ClusterDiscoveryType.STATIC, []
+    for host, port in addresses:
+        if not _is_ip(host):
+            cluster.type = ClusterDiscoveryType.STRICT_DNS
+        elif (address := ip_address(host.strip("[]"))).is_unspecified:
+            host = "::1" if address.version == 6 else "127.0.0.1"  # everywhere, so also here
+        found.append((host, port))
+    cluster.load_assignment = _assignment(cluster.name, found)
     return cluster
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _assignment(cluster: str, addresses: Iterable[tuple[str, int]]) -> ClusterLoadAssignment:

@@ -43,7 +43,7 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
 from picker.config import Config
-from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP
+from picker.envoy.clusters import PICKER_GRPC, PICKER_HTTP, another_picker
 from picker.envoy.parts import http_filter, names, pick_timeout, set_header
 from picker.identity import KEY_HEADERS
 from picker.names import (
@@ -87,12 +87,13 @@ def ext_authz(config: Config) -> HttpFilter:
                     uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=pick_timeout(config)
                 ),
                 path_prefix=PICK_PATH,
+                retry_policy=another_picker(config, pick_timeout(config)),
                 authorization_response=AuthorizationResponse(
                     allowed_upstream_headers=names(
-                        DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE
+                        DESTINATION, REQUEST_ID, REFUSAL, REFUSED, RETRY_AFTER, SPLICE, STREAM
                     ),
                     allowed_client_headers=names(
-                        "content-type", REFUSED, "retry-after", prefixes=LIMITS
+                        "content-type", REFUSED, "retry-after", "www-authenticate", prefixes=LIMITS
                     ),
                     allowed_client_headers_on_success=names(prefixes=LIMITS),
                 ),

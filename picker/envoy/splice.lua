@@ -10,6 +10,7 @@
 -- length elsewhere. It takes the place of the model's name in the answer: of the string at `model`,
 -- `response.model` or `message.model`.
 local MAX_EVENT = 65536
+local MAX_STEPS = 262144 -- through one document, to where it names its model
 local NAMESPACE = "warmpath.splice" -- dynamic metadata, from the request to its response
 
 -- A number, a space, and what stands after them.
@@ -127,10 +128,11 @@ local function document(name)
   local key -- of the value that comes
   local quoted, escaped -- in a string, a byte of it
   local replaces -- that string
+  local steps
 
   local function begin()
     done, depth, level, wants_key, key = false, 0, 0, false, ""
-    quoted, escaped, replaces = false, false, false
+    quoted, escaped, replaces, steps = false, false, false, 0
   end
 
   -- After the end of a string, and whether its end has come.
@@ -158,16 +160,17 @@ local function document(name)
       if byte == "{" and level == 1 and (key == "response" or key == "message") then
         level, wants_key = 2, true
       end
-      depth, key = depth + 1, ""
+      depth = depth + 1
     else
       depth = depth - 1
-      level, wants_key, done = depth, false, depth == 0
+      level, done = depth, depth == 0
     end
   end
 
   local function scan(text, from, to, out)
     local start = from -- of what has not been passed on
     while from <= to and not done do
+      steps = steps + 1
       if quoted then
         local closed
         from, closed = rest_of_string(text, from, to)
@@ -175,6 +178,8 @@ local function document(name)
         if replaces then
           start, done = from, closed
         end
+      elseif steps > MAX_STEPS then
+        done = true
       else
         local at
         if depth > level then

@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 
 from picker.config import Config
-from picker.envoy.clusters import PICKER_GRPC
+from picker.envoy.clusters import PICKER_GRPC, another_picker
 from picker.envoy.parts import RETRYABLE, http_filter, pick_timeout
 from picker.names import JWT_NAMESPACE, LB_NAMESPACE, SET_RETRY_ON
 
@@ -56,6 +56,7 @@ def ext_proc(config: Config) -> HttpFilter:
             grpc_service=GrpcService(
                 envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_GRPC),
                 initial_metadata=told,
+                retry_policy=another_picker(config, LONGEST),
             ),
             mutation_rules=HeaderMutationRules(allow_envoy=True),  # the picker asks for retries
             processing_mode=ProcessingMode(

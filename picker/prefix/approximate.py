@@ -6,9 +6,12 @@ recently; what the pod serves to others, or loses otherwise, stays unknown.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from picker import config
 from picker.pool import Endpoint, Pool
@@ -17,6 +20,7 @@ from picker.prefix.lru import RecentIndex, keys_of
 from picker.prefix.match import By, Match
 from picker.request import LLMRequest
 
+KEY_BYTES = 8
 BYTES_PER_TOKEN = 4  # of prompt text, about; what a pod's cache holds is told in tokens
 
 # What a pod is taken to cache until it tells: 60 GiB for an 8B model's 128 KiB per token.
@@ -53,6 +57,10 @@ class ApproximatePrefix:
         self._pool = pool
         self._wanted: dict[int, int] = {}  # by slot: blocks that its pod's cache holds
         self._part = MAX_BLOCKS  # of all blocks, for each pod
+        # Equal numbers mean that another picker's block keys are ours.
+        self.naming = xxh3_64_intdigest(b"bytes %d" % self._block_bytes)
+        # Told of each prompt that was sent somewhere: 8 bytes for each key of its blocks.
+        self.on_learn: Callable[[Endpoint, bytes], None] | None = None
         pool.listen(self)
 
     async def start(self) -> None:
@@ -110,7 +118,28 @@ class ApproximatePrefix:
             return b""
         if self._part != MAX_BLOCKS // len(self._wanted):
             self._share()
-        return self._index.learn(endpoint.slot, keys)
+        use = self._index.learn(endpoint.slot, keys)
+        if self.on_learn is not None and use:
+            self.on_learn(endpoint, use[KEY_BYTES:])
+        return use
+
+    def learn_elsewhere(self, endpoint: Endpoint, keys: bytes) -> None:
+        """Another picker sent a prompt with these blocks to an endpoint: 8 bytes for each key."""
+        if endpoint.alive:
+            if self._part != MAX_BLOCKS // len(self._wanted):
+                self._share()
+            self._index.learn(endpoint.slot, memoryview(keys).cast("Q").tolist())
+
+    def recent(self, most_blocks: int) -> Iterator[tuple[Endpoint, bytes]]:
+        """What was learnt last, of each pod its part of so many blocks, the oldest of these first.
+
+        Others may learn and evict between two of them.
+        """
+        endpoints = list(self._pool.endpoints.values())
+        for endpoint in endpoints:
+            for use in reversed(self._index.recent(endpoint.slot, most_blocks // len(endpoints))):
+                if endpoint.alive and (keys := self._index.still(endpoint.slot, use)):
+                    yield endpoint, array("Q", keys).tobytes()
 
     def resized(self, endpoint: Endpoint, kv_tokens: int) -> None:
         """An endpoint has told the size of its KV cache, in tokens."""

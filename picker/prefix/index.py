@@ -12,7 +12,7 @@ Nothing here waits or locks. One event loop owns an index and calls `tidy` betwe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from picker.prefix.lookup import Lookup, depths
 from picker.prefix.orphans import Nursery, Orphans
 from picker.prefix.rows import Blocks
 from picker.prefix.sources import Source, Sources
-from picker.prefix.table import Rows
+from picker.prefix.table import Keys, Rows
 from picker.prefix.upkeep import FULL, Upkeep
 
 BLOCK_SIZE = 16  # tokens: vLLM's default, assumed of pods until they tell
@@ -81,6 +81,8 @@ class BlockIndex:
         self._fresh = Fresh(self._blocks, fresh)
         self._intake = Intake(self._blocks, self._aliases, self._sources, self._stored, self.clear)
         self._upkeep = Upkeep(self._blocks, self._aliases, self._sources, self._fresh)
+        # Told of the blocks that a pick lets us expect, as `expect_chain` takes them.
+        self.on_expect: Callable[[int, Keys, bool], None] | None = None
 
     def __len__(self) -> int:
         """Different blocks that are known."""
@@ -173,17 +175,23 @@ class BlockIndex:
 
         Nothing happens where the pod has no publisher, or there is no room.
         """
+        keys = lookup.keys.get(int(lookup.block_sizes[slot]))
+        if keys is not None and len(keys):
+            start = int(lookup.blocks[slot])
+            keys = keys[max(0, start - 1) :]
+            self.expect_chain(slot, keys, tail=start > 0)
+            if self.on_expect is not None and len(keys) > (start > 0):
+                self.on_expect(slot, keys, start > 0)
+
+    def expect_chain(self, slot: int, keys: Keys, *, tail: bool) -> None:
+        """As `expect`, of these blocks; of a `tail` the pod is known to hold the first one."""
         sources = self._sources.by_slot.get(slot)
         if not sources or not self._fresh.seconds:
             return
-        keys = lookup.keys.get(int(lookup.block_sizes[slot]))
-        if keys is None or not len(keys):
-            return
         if len(self._blocks) > FULL * self._blocks.table.max_rows:
             return
-        start = int(lookup.blocks[slot])
-        above = int(self._blocks.table.find(keys[start - 1 : start])[0]) if start else -1
-        rows = self._blocks.chain(keys[start:], above)
+        above = int(self._blocks.table.find(keys[:1])[0]) if tail else -1
+        rows = self._blocks.chain(keys[int(tail) :], above)
         held = np.zeros(len(rows), np.bool_)
         for each in sources:
             held |= self._blocks.holds(rows, each.word, each.bit)

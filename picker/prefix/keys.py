@@ -12,7 +12,8 @@ has an inverse Q: key[i] = P^(i+1) * (root + the sum of hash[j] * Q^(j+1) for j 
 adds up without a loop over the blocks.
 
 All constants are drawn anew by each process, as nobody outside must be able to forge collisions:
-keys mean nothing elsewhere.
+keys mean nothing elsewhere. Pickers that share a secret draw theirs from it (`share`), so that each
+knows what the others mean.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import shake_256
 from operator import mul
 
 import numpy as np
@@ -33,12 +35,41 @@ Extra = str | bytes | int | Sequence["Extra"]
 
 MASK = (1 << 64) - 1
 
-_SEED = secrets.randbits(64)
-_START = secrets.randbits(64)
-_P = secrets.randbits(61) << 3 | 5  # 5 mod 8: its powers repeat as late as can be, after 2^62
-_Q = pow(_P, -1, 1 << 64)
-_MIX = secrets.randbits(64) | 1
 _32 = np.uint64(32)
+
+_SEED: int
+_START: int
+_P: int
+_Q: int  # its inverse
+_MIX: int
+_powers: Powers
+_factors: Factors
+
+
+def _drawn(secret: bytes, what: bytes, count: int) -> Keys:
+    """Random numbers: the same ones for the same secret, and more of them for a greater count."""
+    return np.frombuffer(shake_256(what + b":" + secret).digest(8 * count), "<u8")
+
+
+def _draw(secret: bytes) -> None:
+    """All constants."""
+    global _SEED, _START, _P, _Q, _MIX, _powers, _factors
+    _SEED, _START, first, second = map(int, _drawn(secret, b"constants", 4))
+    _P = first & MASK - 7 | 5  # 5 mod 8: its powers repeat as late as can be, after 2^62
+    _Q = pow(_P, -1, 1 << 64)
+    _MIX = second | 1
+    _powers = Powers()
+    _factors = Factors(secret)
+
+
+def share(secret: bytes) -> int:
+    """Draw the constants from a secret. Keys that were made before mean nothing any more.
+
+    Returns a number that is the same for the same secret, and does not tell it.
+    """
+    _draw(secret)
+    root.cache_clear()
+    return int(_drawn(secret, b"name", 1)[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,21 +108,16 @@ class Powers:
 class Factors:
     """Random odd numbers, one for each token of a block, as many as were needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
         self.array = np.empty(0, np.uint64)
         self.reach(64)
 
     def reach(self, count: int) -> None:
         """Have at least this many."""
-        more = count - len(self.array)
-        if more > 0:
-            drawn = np.frombuffer(secrets.token_bytes(8 * more), np.uint64) | np.uint64(1)
-            self.array = np.concatenate((self.array, drawn))
+        if count > len(self.array):
+            self.array = _drawn(self._secret, b"factors", count) | np.uint64(1)
             self.list: list[int] = self.array.tolist()
-
-
-_powers = Powers()
-_factors = Factors()
 
 
 @lru_cache(maxsize=4096)
@@ -191,3 +217,6 @@ def chain_keys(
     sums += offsets
     sums *= up[1 : count + 1]
     return sums
+
+
+_draw(secrets.token_bytes(32))

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,16 @@ class RecentIndex:
         """
         self._drop(slot, self._caches[slot].take_back(use, held))
 
+    def recent(self, slot: int, blocks: int) -> list[bytes]:
+        """The last uses of a pod's cache, newest first, of about so many blocks together."""
+        cache = self._caches.get(slot)
+        return [] if cache is None else cache.newest(blocks)
+
+    def still(self, slot: int, use: bytes) -> list[int]:
+        """The keys of a use of `recent` that were not used again since, and are still held."""
+        cache = self._caches.get(slot)
+        return [] if cache is None else cache.still(use)
+
     def forget(self, slot: int) -> None:
         """A pod is gone, with all that it held."""
         cache = self._caches.pop(slot, None)
@@ -186,13 +196,29 @@ class _Cache:
         They are passed over where they wait in line.
         """
         used = self.used
-        time, *chain = memoryview(use).cast("Q")
+        time, *those = memoryview(use).cast("Q")
         given_up = []
-        for key in chain[held:]:
+        for key in those[held:]:
             if used.get(key) == time:
                 del used[key]
                 given_up.append(key)
         return given_up
+
+    def newest(self, blocks: int) -> list[bytes]:
+        """The last uses in line, newest first, until they have so many blocks."""
+        found: list[bytes] = []
+        for use in chain(reversed(self._line), reversed(self._swept)):
+            if blocks <= 0:
+                break
+            blocks -= len(use) // 8 - 1
+            found.append(use)
+        return found
+
+    def still(self, use: bytes) -> list[int]:
+        """The keys of a use that were not used again since, and are held."""
+        used = self.used
+        time, *keys = memoryview(use).cast("Q")
+        return [key for key in keys if used.get(key) == time]
 
     def evict(self) -> list[int]:
         """Give up what is over the room; returns the keys, the least recently used first."""
@@ -201,18 +227,18 @@ class _Cache:
         evicted: list[int] = []
         while len(evicted) < over:
             line = self._swept or self._line
-            chain = memoryview(line[0]).cast("Q")
-            time, stays = chain[0], len(chain)
-            for key in chain[:0:-1]:
+            those = memoryview(line[0]).cast("Q")
+            time, stays = those[0], len(those)
+            for key in those[:0:-1]:
                 stays -= 1
                 if used.get(key) == time:
                     del used[key]
                     evicted.append(key)
                     if len(evicted) == over:
                         break
-            self._waiting -= len(chain) - stays
+            self._waiting -= len(those) - stays
             if stays > 1:
-                line[0] = chain[:stays].tobytes()
+                line[0] = those[:stays].tobytes()
             else:
                 line.popleft()
         return evicted
@@ -224,10 +250,10 @@ class _Cache:
         """
         used, line, swept = self.used, self._line, self._swept
         while keys > 0 and line:
-            time, *chain = memoryview(line.popleft()).cast("Q")
-            keys -= len(chain)
-            kept = [key for key in chain if used.get(key) == time]
-            self._waiting -= len(chain) - len(kept)
+            time, *those = memoryview(line.popleft()).cast("Q")
+            keys -= len(those)
+            kept = [key for key in those if used.get(key) == time]
+            self._waiting -= len(those) - len(kept)
             if kept:
                 swept.append(_packed(time, kept))
         if not line:

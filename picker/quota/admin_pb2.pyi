@@ -120,16 +120,18 @@ class Written(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[int] = ..., before: _Optional[_Union[Subject, _Mapping]] = ..., after: _Optional[_Union[Subject, _Mapping]] = ...) -> None: ...
 
 class SetRequest(_message.Message):
-    __slots__ = ("name", "limits", "parent", "why")
+    __slots__ = ("name", "limits", "parent", "why", "keep")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     name: str
     limits: _containers.RepeatedCompositeFieldContainer[Limit]
     parent: str
     why: Why
-    def __init__(self, name: _Optional[str] = ..., limits: _Optional[_Iterable[_Union[Limit, _Mapping]]] = ..., parent: _Optional[str] = ..., why: _Optional[_Union[Why, _Mapping]] = ...) -> None: ...
+    keep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., limits: _Optional[_Iterable[_Union[Limit, _Mapping]]] = ..., parent: _Optional[str] = ..., why: _Optional[_Union[Why, _Mapping]] = ..., keep: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UnsetRequest(_message.Message):
     __slots__ = ("name", "limits", "whole", "model", "why")

@@ -26,7 +26,13 @@ class Administration(Protocol):
     async def read(self) -> Policy: ...
 
     async def set(
-        self, name: str, limits: Sequence[Limit] = (), *, parent: str | None = None, why: Why
+        self,
+        name: str,
+        limits: Sequence[Limit] = (),
+        *,
+        parent: str | None = None,
+        keep: Sequence[str] = (),
+        why: Why,
     ) -> Written: ...
 
     async def unset(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from itertools import count
 import msgspec
 
 from picker.config import Quota
+from picker.identity import unknown_key
 from picker.quota import answers
 from picker.quota.estimate import Outputs
 from picker.quota.leases import Lease, Leases
@@ -26,14 +27,16 @@ from picker.quota.ledger import label
 from picker.quota.link import Link
 from picker.quota.model import fit_name
 from picker.quota.outage import Owed, Shares
-from picker.quota.plan import FREE, Amounts, Barred, Denied, Granted, Plan, Spent
+from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, Spent
 from picker.quota.policy import Policy
+from picker.quota.renewals import LIFE_SECONDS, Renewals
 from picker.quota.store import Store, StoreDown
 from picker.refusal import Refusal
 from picker.usage import Usage
 
 MAX_RELOADS = 10  # of a policy that changes while a request is looked at
-LOOKUP_SECONDS = 0.2  # between two looks at the store for keys that are not known
+UNKNOWN_SECONDS = 0.2  # that a key is known to be nobody's; then the store is asked again
+MAX_UNKNOWN = 10_000  # such keys; the oldest go first
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -105,10 +108,15 @@ class Quotas:
 
     Args:
         steady: seconds that never jump.
+        life: seconds that a reservation outlives its picker, which renews it.
     """
 
     def __init__(
-        self, store: Store, config: Quota, steady: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        config: Quota,
+        steady: Callable[[], float] = time.monotonic,
+        life: float = LIFE_SECONDS,
     ) -> None:
         self.numbers = Numbers()
         self.policy = Policy(config.on_failure)
@@ -116,24 +124,31 @@ class Quotas:
         self._config = config
         self._steady = steady
         self._ttl = float(config.reservation_ttl)
+        self._life = min(life, self._ttl)
         self._cached_cost = config.cached_cost
         self._name = secrets.token_hex(6)
         self._ids = count()
         self._outputs = Outputs(config.expected_output)
         self._link = Link(store, self.policy, steady)
+        self._renewals = Renewals(self._link, life=self._life, most=self._ttl, steady=steady)
         self._shares = Shares(config.replicas, store.wall, steady)
-        self._looked_at = -math.inf
+        self._unknown: OrderedDict[str, float] = OrderedDict()  # digests, by when they were sought
         self._leases: Leases | None = None
         if config.leases.enabled:
             self._leases = Leases(
                 store,
                 self._finish,
+                self._renewals.add,
                 name=self._name,
                 period=float(config.leases.period),
                 share=config.leases.share,
-                ttl=self._ttl,
+                ttl=self._life,
                 steady=steady,
             )
+
+    def expect(self, tokens: int) -> None:
+        """Reserve so many tokens from now on where nothing tells how long an answer will be."""
+        self._outputs.default = tokens
 
     async def start(self) -> None:
         """Read the limits. A store that is down is waited for in the background."""
@@ -144,6 +159,7 @@ class Quotas:
         """Give back what is held, and settle what can be; then close the store."""
         if self._leases is not None:
             await self._leases.close()
+        await self._renewals.close()
         await self._link.close()
 
     @property
@@ -191,6 +207,7 @@ class Quotas:
         """
         spent = self._spent(usage)
         if isinstance(admission, str):
+            self._renewals.drop(admission)
             self._link.settle(Owed(admission, spent))
             return
         if admission._settled:
@@ -203,6 +220,8 @@ class Quotas:
             return
         if admission.degraded:
             self._shares.settle(admission.id, spent)
+        else:
+            self._renewals.drop(admission.id)
         reserved = not admission.degraded
         plan, at = admission._plan, admission._at
         owed = Owed(admission.id, spent, reserved, ask.subject, ask.model, plan, at)
@@ -213,13 +232,28 @@ class Quotas:
         await self._link.settled()
 
     async def find_key(self, digest: str) -> str | None:
-        """Whose API key has a digest; keys that are new are looked for in the store."""
+        """Whose API key has a digest; keys that are new are looked for in the store.
+
+        Raises:
+            Refusal: 503: the store is down, so that nobody can tell.
+        """
         found = self.policy.key_subject(digest)
-        if found is None and self._steady() - self._looked_at >= LOOKUP_SECONDS:
-            self._looked_at = self._steady()
-            with suppress(StoreDown):
-                await self._link.read()
-            found = self.policy.key_subject(digest)
+        if found is not None:
+            return found
+        now = self._steady()
+        sought = self._unknown.get(digest)
+        if sought is not None and now - sought < UNKNOWN_SECONDS:
+            return None
+        try:
+            await self._link.read()  # those who seek at the same time share it
+        except StoreDown:
+            raise self._unavailable().refusal from None
+        found = self.policy.key_subject(digest)
+        if found is None:
+            self._unknown[digest] = now
+            self._unknown.move_to_end(digest)
+            if len(self._unknown) > MAX_UNKNOWN:
+                self._unknown.popitem(last=False)
         return found
 
     async def _try(self, id: str, ask: Ask, amounts: Amounts) -> Admission | Refused | None:
@@ -233,17 +267,19 @@ class Quotas:
         if _bar(self.policy, plan, ask) is not None:
             await self._link.read()  # it may be barred no longer
             plan = self.policy.plan(ask.subject, ask.model, wall)
-            if (barred := _bar(self.policy, plan, ask)) is not None:
+            if (refusal := _bar(self.policy, plan, ask)) is not None:
                 self.numbers.barred += 1
-                return Refused(answers.barred(barred))
+                return Refused(refusal)
         if self._leases is not None:
             granted = self._leases.take(id, plan, amounts, ask.model)
             if granted is not None:
                 self.numbers.leased += 1
                 return self._grant(id, ask, amounts, plan, granted, wall)
             await self._link.ask(self._leases.make, plan, amounts, ask.model)
-        answer = await self._link.reserve(id, plan, amounts, ask.model, self._ttl)
+        answer = await self._link.reserve(id, plan, amounts, ask.model, self._life)
+        self._shares.rest()
         if isinstance(answer, Granted):
+            self._renewals.add(id)
             return self._grant(id, ask, amounts, plan, answer, wall)
         if isinstance(answer, Denied):
             return self._deny(plan, answer)
@@ -251,15 +287,16 @@ class Quotas:
 
     async def _degraded(self, id: str, ask: Ask, amounts: Amounts) -> Admission | Refused:
         """The answer while the store is down."""
+        if not self._link.known:
+            return self._unavailable()
         wall = self._store.wall()
         plan = self.policy.plan(ask.subject, ask.model, wall)
-        if (barred := _bar(self.policy, plan, ask)) is not None:
+        if (refusal := _bar(self.policy, plan, ask)) is not None:
             self.numbers.barred += 1
-            return Refused(answers.barred(barred))
+            return Refused(refusal)
         answer = await self._shares.reserve(id, plan, amounts, ask.model, self._ttl)
-        if answer is None or (not self._link.known and self._config.on_failure == "closed"):
-            self.numbers.unavailable += 1
-            return Refused(answers.unavailable())
+        if answer is None:
+            return self._unavailable()
         if isinstance(answer, Denied):
             return self._deny(plan, answer)
         self.numbers.degraded += 1
@@ -286,6 +323,10 @@ class Quotas:
         self.numbers.denied[check.limit.name] += 1
         return Refused(answers.over_limit(plan.checks, denied), label(check), denied.wait)
 
+    def _unavailable(self) -> Refused:
+        self.numbers.unavailable += 1
+        return Refused(answers.unavailable())
+
     def _spent(self, usage: Usage | None) -> Spent:
         """What limits and books count of a usage: cached prompt tokens may cost less."""
         if usage is None:
@@ -297,13 +338,14 @@ class Quotas:
 
     def _finish(self, lease: Lease) -> None:
         """Settle a lease that is over."""
+        self._renewals.drop(lease.id)
         plan = lease.plan
         owed = Owed(lease.id, lease.spent, True, plan.subject, lease.model, plan, lease.at)
         self._link.settle(owed)
 
 
-def _bar(policy: Policy, plan: Plan, ask: Ask) -> Barred | None:
+def _bar(policy: Policy, plan: Plan, ask: Ask) -> Refusal | None:
     """Why a subject's requests do not pass at all."""
     if ask.digest is not None and policy.key_subject(ask.digest) != ask.subject:
-        return Barred(ask.subject, "this is not its key any more")
-    return plan.barred
+        return unknown_key()
+    return None if plan.barred is None else answers.barred(plan.barred)

@@ -61,9 +61,15 @@ class RemoteDesk:
         return policy
 
     async def set(
-        self, name: str, limits: Sequence[Limit] = (), *, parent: str | None = None, why: Why
+        self,
+        name: str,
+        limits: Sequence[Limit] = (),
+        *,
+        parent: str | None = None,
+        keep: Sequence[str] = (),
+        why: Why,
     ) -> Written:
-        asked = pb.SetRequest(name=name, parent=parent, why=_why(why))
+        asked = pb.SetRequest(name=name, parent=parent, keep=keep, why=_why(why))
         asked.limits.extend(put(pb.Limit(), limit) for limit in limits)
         return await self._write("Set", asked)
 

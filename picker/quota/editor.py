@@ -31,11 +31,13 @@ from picker.quota.model import (
 )
 from picker.quota.plan import FREE, line_of
 from picker.quota.policy import Policy
+from picker.quota.reader import Reader
 from picker.quota.store import Change, Conflict, Correction, Count, Entry, Store
 from picker.quota.unhurried import unhurried
 from picker.quota.windows import load_zone
 
 REVOKED = "revoked"  # why a revoked key is blocked
+KEEPS = {"zone", "shadow", "on_failure"}  # of a limit, when its amount is changed
 MAX_TRIES = 10  # to write over somebody else's changes
 
 
@@ -108,27 +110,41 @@ class Editor:
         self._actor = actor
         self._zone = zone
         self._policy = Policy(on_failure)
+        self._reader = Reader(store, self._policy)
 
     async def read(self) -> Policy:
         """All that is written, as it is now."""
-        changes = await self.store.changes(self._policy.version)
-        if changes.whole:
-            records = {name: record for name, record in changes.records.items() if record}
-            self._policy.replace(changes.version, records)
-        else:
-            self._policy.update(changes.version, changes.records)
+        await self._reader.read()
         return self._policy
 
     async def set(
-        self, name: str, limits: Sequence[Limit] = (), *, parent: str | None = None, why: Why
+        self,
+        name: str,
+        limits: Sequence[Limit] = (),
+        *,
+        parent: str | None = None,
+        keep: Sequence[str] = (),
+        why: Why,
     ) -> Written:
-        """Add limits, or replace those of the same name and model; `parent` "" takes it away."""
-        zoned = [self._zoned(limit) for limit in limits]
+        """Add limits, or replace those of the same name and model; `parent` "" takes it away.
+
+        A limit that is there keeps what `keep` names: `zone`, `shadow`, `on_failure`.
+        """
+        if unknown := set(keep) - KEEPS:
+            raise QuotaError(f"a limit cannot keep {sorted(unknown)[0]!r}")
+        for limit in limits:
+            check_limit(limit)
 
         def change(old: Subject) -> Subject:
-            kept = {(limit.model, limit.name): limit for limit in (*old.limits, *zoned)}
+            found = {(limit.model, limit.name): limit for limit in old.limits}
+            for limit in limits:
+                key = limit.model, limit.name
+                new = self._zoned(limit)
+                if key in found:
+                    new = replace(new, **{name: getattr(found[key], name) for name in keep})
+                found[key] = new
             above = old.parent if parent is None else parent
-            return replace(old, limits=tuple(kept.values()), parent=above)
+            return replace(old, limits=tuple(found.values()), parent=above)
 
         return await self._edit("set", name, change, why)
 
@@ -195,6 +211,10 @@ class Editor:
         def change(old: Subject) -> Subject:
             if old.key is not None:
                 raise QuotaError(f"{name} is there already: rotate it, or choose another name")
+            if old.blocked is not None:
+                raise QuotaError(f"{name} is blocked ({old.blocked}): choose another name")
+            if expires is not None and expires <= self.store.wall():
+                raise QuotaError("a key must expire in the future")
             return replace(old, parent=parent, key=key, expires=expires)
 
         return await self._edit("create-key", name, change, why), secret
@@ -202,8 +222,15 @@ class Editor:
     async def rotate_key(self, name: str, *, why: Why) -> tuple[Written, str]:
         """Another secret for a key; the old one stops at once."""
         secret, key = new_key(self.store.wall())
-        rotated = await self._edit("rotate-key", name, lambda old: _keyed(name, old, key=key), why)
-        return rotated, secret
+
+        def change(old: Subject) -> Subject:
+            if old.blocked is not None:
+                raise QuotaError(f"{name} is {old.blocked}: create another key")
+            if old.expires is not None and old.expires <= self.store.wall():
+                raise QuotaError(f"{name} has expired: create another key")
+            return _keyed(name, old, key=key)
+
+        return await self._edit("rotate-key", name, change, why), secret
 
     async def revoke_key(self, name: str, *, why: Why) -> Written:
         """Refuse a key for good; its record stays, for the books."""

@@ -16,7 +16,7 @@ class Outputs:
     """
 
     def __init__(self, default: int) -> None:
-        self._default = default
+        self.default = default
         self._means: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def expected(self, subject: str, model: str, most: int | None) -> int:
@@ -24,7 +24,7 @@ class Outputs:
         if most is not None:
             return max(0, most)
         mean = self._means.get((subject, model))
-        return self._default if mean is None else round(mean)
+        return self.default if mean is None else round(mean)
 
     def learn(self, subject: str, model: str, tokens: int) -> None:
         """An answer was so long."""

@@ -76,10 +76,11 @@ class Leases:
 
     Args:
         finish: settles a lease's reservation with what was spent, whatever happens to the store.
+        keep: renews a lease's reservation until then, of a lease that is over but for its requests.
         name: of this picker, unlike all others.
         period: seconds that a lease is given from.
         share: of each limit that one lease takes at most.
-        ttl: seconds that requests take at most.
+        ttl: seconds that a reservation lives.
         steady: seconds that never jump.
     """
 
@@ -87,6 +88,7 @@ class Leases:
         self,
         store: Store,
         finish: Finish,
+        keep: Callable[[str], None],
         *,
         name: str,
         period: float,
@@ -96,6 +98,7 @@ class Leases:
     ) -> None:
         self._store = store
         self._finish = finish
+        self._keep = keep
         self._ids = (f"{name}-lease-{number}" for number in count())
         self._period = period
         self._share = share
@@ -208,6 +211,7 @@ class Leases:
         if self._leases.get(key) is lease:
             del self._leases[key]
         if lease.open:
+            self._keep(lease.id)
             self._later(self._shrink(lease))
         else:
             self._finish(lease)

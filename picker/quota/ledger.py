@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from picker.quota.bucket import Counter
 from picker.quota.plan import (
+    ALL,
     DAY,
     FREE,
     NO_RATE,
@@ -245,6 +246,11 @@ class Ledger:
         reservation.ttl, reservation.expires = ttl, now + ttl
         self.keep(reservation)
         return True
+
+    def renew(self, ids: Sequence[str], ttl: float, now: float) -> None:
+        """Give open reservations a new time to live."""
+        for id in ids:
+            self.shrink(id, ALL, ttl, now)
 
     def expire(self, now: float) -> None:
         """Give back what reservations hold that have outlived their time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +12,16 @@ from picker.quota.breaker import Breaker
 from picker.quota.outage import Debts, Owed
 from picker.quota.plan import FREE, Amounts, Denied, Granted, Plan, line_of
 from picker.quota.policy import Policy
-from picker.quota.store import Change, Changes, Conflict, Entry, Stale, Store, StoreDown
+from picker.quota.reader import Reader
+from picker.quota.store import (
+    SETTLED_SECONDS,
+    Change,
+    Conflict,
+    Entry,
+    Stale,
+    Store,
+    StoreDown,
+)
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +29,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AT_ONCE = 64  # settlements that go to the store together
+SURE_SECONDS = 0.9 * SETTLED_SECONDS  # since a call was not heard, that its ids are known for sure
+PAUSE_SECONDS = 0.05  # between two tries, of a store that reads but does not write too
 
 
 class Link:
@@ -36,7 +47,8 @@ class Link:
         self.debts = Debts()
         self._policy = policy
         self._breaker = Breaker(steady)
-        self._reading: asyncio.Task[None] | None = None
+        self._steady = steady
+        self._reader = Reader(store, policy, self._restore)
         self._catching_up: asyncio.Task[None] | None = None
         self._quiet = asyncio.Event()  # nothing is being settled
         self._quiet.set()
@@ -83,12 +95,13 @@ class Link:
         return answer
 
     async def read(self) -> None:
-        """Take over what was written. Who comes while somebody reads waits for that.
+        """Take over what was written before this call.
 
         Raises:
             StoreDown: as `ask` does.
         """
-        await self.ask(self._read)
+        await self.ask(self._reader.read)
+        self.known = True
 
     def settle(self, owed: Owed) -> None:
         """Settle soon, or when the store is back; what it may know nothing of does no harm.
@@ -121,16 +134,28 @@ class Link:
             StoreDown: it does not answer. What it did unheard does no harm when it is sent again.
         """
         while batch := self.debts.first(AT_ONCE):
-            ends = [(owed.id, owed.spent) for owed in batch if owed.reserved]
-            found = iter(await self.store.settle_all(ends) if ends else ())
-            for owed in batch:
-                if owed.reserved and next(found) is not None:
-                    continue
-                if owed.plan is not None and owed.spent != FREE:
-                    lines = [line_of(check, owed.at) for check in owed.plan.checks]
-                    await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
+            now = self._steady()
+            try:
+                await self._send(batch, now)
+            except StoreDown:
+                self.debts.unheard(batch, now)
+                raise
             self.debts.paid(batch)
             self._breaker.succeeded()
+
+    async def _send(self, batch: Sequence[Owed], now: float) -> None:
+        ends = [(owed.id, owed.spent) for owed in batch if owed.reserved]
+        found = iter(await self.store.settle_all(ends) if ends else ())
+        for owed in batch:
+            if owed.reserved and next(found) is not None:
+                continue
+            if owed.plan is None or owed.spent == FREE:
+                continue
+            if self.debts.sent_for(owed, now) >= SURE_SECONDS:
+                self.debts.lost += 1  # it may be charged already, and is not to be charged twice
+                continue
+            lines = [line_of(check, owed.at) for check in owed.plan.checks]
+            await self.store.charge(owed.id, owed.subject, owed.model, lines, owed.spent)
 
     def _failed(self, problem: StoreDown) -> None:
         was_up = self.up
@@ -154,6 +179,8 @@ class Link:
                 await self._pay()
             except StoreDown as problem:
                 self._failed(problem)
+                self._quiet.set()
+                await asyncio.sleep(PAUSE_SECONDS)
             else:
                 self._quiet.set()
                 return
@@ -161,28 +188,13 @@ class Link:
     async def _try_again(self) -> None:
         await asyncio.sleep(self._breaker.pause)
         was_up = self.up
-        await self._read_once()
+        await self._reader.read()
+        self.known = True
         self._breaker.succeeded()
         if not was_up:
             log.warning("The quota store is back; it is owed %d settlements", len(self.debts))
 
-    async def _read(self) -> None:
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.get_running_loop().create_task(self._read_once())
-        await asyncio.shield(self._reading)
-
-    async def _read_once(self) -> None:
-        changes = await self.store.changes(self._policy.version)
-        if not changes.version and self._policy.records:
-            changes = await self._restored()
-        if changes.whole:
-            records = {name: record for name, record in changes.records.items() if record}
-            self._policy.replace(changes.version, records)
-        else:
-            self._policy.update(changes.version, changes.records)
-        self.known = True
-
-    async def _restored(self) -> Changes:
+    async def _restore(self) -> None:
         """The store has lost everything: write the limits again, unless somebody else does."""
         records = self._policy.records
         log.error("The quota store is empty: writing its %d subjects again", len(records))
@@ -191,4 +203,3 @@ class Link:
         entry = Entry(self.store.wall(), "warmpath", "restore", "", "", "", why)
         with suppress(Conflict):
             await self.store.write(found, [entry])
-        return await self.store.changes("")

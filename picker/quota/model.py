@@ -4,7 +4,8 @@
     total-tokens=100k/minute   output-tokens=5M/month   concurrency=64
 
 Any subject may have limits, for all models or for one. `model/NAME` limits all who use a model,
-and `tenant/*` (any kind) is what holds for tenants without limits of their own.
+and what `tenant/*` (any kind but a model) says holds for every tenant; a limit of a tenant's own
+takes the place of the one of that name.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def check(name: str, subject: Subject) -> None:
         QuotaError: naming what is wrong.
     """
     kind, own_name = split(name)
+    if name == "model/*":
+        raise QuotaError("model/* names no model: set a limit for all of them on who asks")
     if subject.parent:
         parent, parent_name = split(subject.parent)
         if kind == "model":
@@ -205,6 +208,8 @@ def fit_name(name: str) -> bool:
 
 def check_model(model: str) -> None:
     """Raises QuotaError for what cannot be a model's name; empty means any."""
+    if model == "*":
+        raise QuotaError("'*' names no model: leave it out for all")
     if model and not fit_name(model):
         raise QuotaError(f"{model!r} is no model's name: 1 to {MAX_NAME} printable characters")
 

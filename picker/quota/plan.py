@@ -12,6 +12,7 @@ from picker.quota.windows import Calendar
 
 REQUESTS, INPUT, OUTPUT, TOTAL, CONCURRENCY = range(len(WHATS))
 
+MAX_ALL = 10**18  # more than any reservation holds
 DAY = 86400  # seconds that a calendar window's counter outlives it
 
 NO_RATE = -1.0  # of what is no bucket
@@ -20,6 +21,7 @@ Amounts = tuple[int, int, int, int, int]
 """How much of each of WHATS, in its order."""
 
 NOTHING: Amounts = (0, 0, 0, 0, 0)
+ALL: Amounts = (MAX_ALL,) * 5  # that a reservation holds
 
 
 class Spent(NamedTuple):

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from hmac import compare_digest
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from picker.quota.model import (
     BUCKETS,
     CALENDAR,
@@ -87,12 +85,9 @@ class Policy:
             kind, own_name = split(name)
             found = self.records.get(name)
             default = self.records.get(f"{kind}/*") if own_name != "*" else None
-            known = found.subject if found else default.subject if default else Subject()
+            known = found.subject if found else Subject()
             if default is not None:
-                if not known.limits:
-                    known = replace(known, limits=default.subject.limits)
-                if not known.parent:
-                    known = replace(known, parent=default.subject.parent)
+                known = _both(known, default.subject)
             yield name, known
             name = known.parent
 
@@ -191,6 +186,23 @@ class Policy:
                 names.remove(name)
             if not names:
                 del self._keys[subject.key.digest[:32]]
+
+
+def _both(own: Subject, default: Subject) -> Subject:
+    """What holds for a subject that has a record of its own, and one for all of its kind."""
+    named = {(limit.model, limit.name) for limit in own.limits}
+    ids = {grant.id for grant in own.grants}
+    limits = (limit for limit in default.limits if (limit.model, limit.name) not in named)
+    grants = (grant for grant in default.grants if grant.id not in ids)
+    ends = [end for end in (own.expires, default.expires) if end is not None]
+    return Subject(
+        parent=own.parent or default.parent,
+        limits=(*own.limits, *limits),
+        grants=(*own.grants, *grants),
+        blocked=default.blocked if own.blocked is None else own.blocked,
+        expires=min(ends, default=None),
+        key=own.key,
+    )
 
 
 def counter_key(subject: str, limit: Limit) -> str:

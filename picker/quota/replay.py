@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 import msgspec
 
@@ -61,7 +62,7 @@ async def replay(
 
     store = MemoryStore(clock, clock)
     await store.write([Change(name, 0, subject) for name, subject in subjects.items()], [])
-    quotas = Quotas(store, quota, clock)
+    quotas = Quotas(store, quota, clock, life=inf)  # nobody dies here
     await quotas.start()
     outcomes: dict[str, Outcome] = {}
     ends: list[tuple[float, int, Admission, Usage]] = []

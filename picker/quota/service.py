@@ -93,6 +93,8 @@ class AdminService:
                 actor = self._tokens.actor(given.removeprefix(BEARER))
             except ValueError as problem:
                 log.error("Nobody can administer quotas: %s", problem)
+                why = "the tokens here cannot be read: its log tells why"
+                await context.abort(grpc.StatusCode.INTERNAL, why)
         if actor is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this token is not known here")
             raise AssertionError("abort raises")
@@ -109,8 +111,8 @@ async def _read(admin: Administration, _: pb.ReadRequest) -> pb.Policy:
 
 async def _set(admin: Administration, asked: pb.SetRequest) -> pb.Written:
     limits = [take(limit, Limit) for limit in asked.limits]
-    parent = _given(asked, "parent")
-    return _written(await admin.set(asked.name, limits, parent=parent, why=_why(asked)))
+    parent, keep, why = _given(asked, "parent"), list(asked.keep), _why(asked)
+    return _written(await admin.set(asked.name, limits, parent=parent, keep=keep, why=why))
 
 
 async def _unset(admin: Administration, asked: pb.UnsetRequest) -> pb.Written:

@@ -14,6 +14,8 @@ from picker.quota.policy import Record
 
 MAX_AUDIT = 100_000  # entries that a store keeps; the oldest go first
 KEPT_DAYS = 400  # of the books
+PAGE = 200  # records that are read at once, and decoded: about a millisecond
+SETTLED_SECONDS = 600.0  # that an id is remembered at least which was settled
 CHARGED_SECONDS = 3600.0  # that an id is remembered which was charged without a reservation
 
 
@@ -82,21 +84,23 @@ class Correction(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Records that were written after a version, and the version that they lead to."""
+    """A page of the records that were written after a version, in the order of their revisions."""
 
-    version: str
+    version: str  # that the last page leads to
     records: Mapping[str, Record | None]  # None: removed
-    whole: bool  # all there is: records that are not named are gone
+    whole: bool  # all pages are all there is: records that are not named are gone
+    after: str = ""  # where the next page begins; empty: this is the last
 
 
 class Dump(NamedTuple):
-    """All that a store holds, to be taken to another."""
+    """All that a store holds, to be taken to another; there revisions begin anew."""
 
     records: Mapping[str, Record]
     counters: Mapping[str, Counter]
     reservations: Sequence[Reservation]
     uses: Mapping[UseKey, Use]
     audit: Sequence[Entry]  # oldest first
+    denials: Sequence[Denial] = ()  # oldest first
 
 
 class Fault(NamedTuple):
@@ -140,6 +144,10 @@ class Store(Protocol):
         """Let a reservation hold less, for a new time to live. False when it is gone."""
         ...
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        """Give reservations a new time to live, those that are open still."""
+        ...
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
@@ -149,8 +157,12 @@ class Store(Protocol):
         """
         ...
 
-    async def changes(self, version: str) -> Changes:
-        """What was written since a version; all there is when it is not of this store's past."""
+    async def changes(self, version: str, after: str = "") -> Changes:
+        """What was written since a version; all there is when it is not of this store's past.
+
+        With `after` of a page it goes on there, and `version` is that page's: `whole` then says
+        that what was read until now is of another past.
+        """
         ...
 
     async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:

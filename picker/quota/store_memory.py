@@ -78,6 +78,9 @@ class MemoryStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return self._ledger.shrink(id, amounts, ttl, self._now())
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        self._ledger.renew(ids, ttl, self._now())
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
@@ -90,7 +93,7 @@ class MemoryStore:
         self._ledger.charge(id, subject, model, lines, spent, now, self.wall())
         return True
 
-    async def changes(self, version: str) -> Changes:
+    async def changes(self, version: str, after: str = "") -> Changes:
         since = int(version or 0)
         records: dict[str, Record | None] = {
             name: record for name, record in self._records.items() if record.revision > since
@@ -154,7 +157,8 @@ class MemoryStore:
         ledger = self._ledger
         ledger.expire(self._now())
         held = list(ledger.reservations.values())
-        return Dump(self._records, ledger.counters, held, ledger.uses, list(self._audit))
+        audit, denials = list(self._audit), list(ledger.denials)
+        return Dump(self._records, ledger.counters, held, ledger.uses, audit, denials)
 
     async def restore(self, dump: Dump) -> str:
         if self._records:
@@ -162,6 +166,7 @@ class MemoryStore:
             raise Conflict(name, 0, record.revision)
         self._ledger.counters |= dump.counters
         self._ledger.uses |= dump.uses
+        self._ledger.denials.extend(dump.denials)
         for reservation in sorted(dump.reservations, key=lambda held: held.expires):
             self._ledger.keep(reservation)
         self._audit.extend(dump.audit)
@@ -179,6 +184,11 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+    @property
+    def size(self) -> int:
+        """Counters and lines of the books."""
+        return len(self._ledger.counters) + len(self._ledger.uses)
 
     def _now(self) -> float:
         return self._offset + self._steady()

@@ -43,6 +43,8 @@ from picker.quota.plan import (
     Standing,
     line_of,
 )
+from picker.quota.policy import Policy, Record
+from picker.quota.reader import Reader
 from picker.quota.redis_url import RedisURL, parse
 from picker.quota.redis_values import (
     counter_of,
@@ -57,6 +59,7 @@ from picker.quota.redis_values import (
 from picker.quota.store import (
     KEPT_DAYS,
     MAX_AUDIT,
+    PAGE,
     Change,
     Changes,
     Conflict,
@@ -79,6 +82,7 @@ SHARED = {  # what stands before a script
     "reserve": ("common",),
     "settle": ("common", "ends"),
     "shrink": ("common", "ends"),
+    "renew": ("common", "ends"),
     "expire": ("common", "ends"),
     "counts": ("common", "ends"),
     "correct": ("common", "ends", "records"),
@@ -214,11 +218,17 @@ class RedisStore:
         answer = await self._run("shrink", [], _pack((id, amounts, ttl)))
         return bool(answer == b"shrunk")
 
-    async def changes(self, version: str) -> Changes:
-        now, how, flat = await self._run("changes", [], version)
-        records = zip(flat[::2], flat[1::2], strict=True)
-        found = {name.decode(): record_of(raw) for name, raw in records}
-        return Changes(now.decode(), found, how == b"whole")
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        await self._run("renew", [], _pack((ids, ttl)))
+
+    async def changes(self, version: str, after: str = "") -> Changes:
+        revision, _, name = after.partition(" ")
+        told = await self._run("changes", [], version, revision, name, str(PAGE))
+        now, how, names, records, last = told
+        pairs = zip(names, records, strict=True)
+        found = {name.decode(): record_of(raw) for name, raw in pairs}
+        following = f"{last.decode()} {names[-1].decode()}" if len(names) == PAGE else ""
+        return Changes(now.decode(), found, how == b"whole", following)
 
     async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         packed = [
@@ -290,19 +300,18 @@ class RedisStore:
         return sorted(believed or ())
 
     async def dump(self) -> Dump:
-        changes = await self.changes("")
         return Dump(
-            {name: record for name, record in changes.records.items() if record is not None},
+            await self._all_records(),
             await self._all_counters(),
             await self._all_reservations(),
             await self.uses(0),
             (await self.audit(limit=MAX_AUDIT))[::-1],
+            (await self.denials())[::-1],
         )
 
     async def restore(self, dump: Dump) -> str:
-        for name, record in (await self.changes("")).records.items():
-            if record is not None:
-                raise Conflict(name, 0, record.revision)
+        for name, record in (await self._all_records()).items():
+            raise Conflict(name, 0, record.revision)
         now = self.wall()
         async with self._pipeline() as pipeline:
             for key, counter in dump.counters.items():
@@ -323,14 +332,19 @@ class RedisStore:
             for entry in dump.audit:
                 text = f"{entry.revision}:{msgspec.json.encode(entry).decode()}"
                 pipeline.lpush(self._key("audit"), text)
+            for denial in dump.denials:
+                wait = -1 if denial.wait is None else denial.wait
+                pipeline.lpush(self._key("denials"), _pack(denial._replace(wait=wait)))
+            pipeline.expire(self._key("denials"), KEPT_DAYS * DAY)
             await pipeline.execute()
         changes = [Change(name, 0, record.subject) for name, record in dump.records.items()]
         return await self.write(changes, [])
 
     async def status(self) -> dict[str, str | int | float]:
         started = time.perf_counter()
-        changes = await self.changes("")
+        version = (await self.changes("")).version
         seconds = time.perf_counter() - started
+        records = await self._all_records()
         async with self._answers():
             held = await self._client.zcard(self._key("due"))
             info = await self._client.info()
@@ -338,8 +352,8 @@ class RedisStore:
         return {
             "store": "redis",
             "at": self._shown,
-            "version": changes.version,
-            "subjects": sum(record is not None for record in changes.records.values()),
+            "version": version,
+            "subjects": len(records),
             "reservations": held,
             "redis": nodes[0]["redis_version"],
             "maxmemory_policy": nodes[0]["maxmemory_policy"],
@@ -401,7 +415,7 @@ class RedisStore:
         now = time.time()
         if now >= self._keep_at:
             self._keep_at = now + DAY
-            await self._run("changes", [], "")
+            await self._run("changes", [], "", "", "", "1")
         source, sha = self._script(name)
         names = (self._version_key, *keys)
         try:
@@ -444,6 +458,11 @@ class RedisStore:
     async def _pipeline(self) -> AsyncIterator[Any]:
         async with self._answers(), self._client.pipeline(transaction=False) as pipeline:
             yield pipeline
+
+    async def _all_records(self) -> dict[str, Record]:
+        policy = Policy()
+        await Reader(self, policy).read()
+        return policy.records
 
     async def _all_reservations(self) -> list[Reservation]:
         async with self._answers():

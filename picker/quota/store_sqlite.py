@@ -29,6 +29,7 @@ from picker.quota.store import (
     CHARGED_SECONDS,
     KEPT_DAYS,
     MAX_AUDIT,
+    PAGE,
     Change,
     Changes,
     Conflict,
@@ -47,6 +48,7 @@ from picker.quota.store import (
 T = TypeVar("T")
 
 MAX_BATCH = 512  # pieces of work in one commit
+READ_SECONDS = 5.0  # to wait for a page of records: without them nothing can be decided
 CLEAR_SECONDS = 600.0  # between two looks for rows that tell nothing any more
 
 
@@ -104,12 +106,14 @@ class SQLiteStore:
     async def shrink(self, id: str, amounts: Amounts, ttl: float) -> bool:
         return await self._do(lambda: self._rows.shrink(id, amounts, ttl, self.wall()))
 
+    async def renew(self, ids: Sequence[str], ttl: float) -> None:
+        await self._do(lambda: self._rows.renew(ids, ttl, self.wall()))
+
     async def charge(
         self, id: str, subject: str, model: str, lines: Sequence[Line], spent: Spent
     ) -> bool:
         def work() -> bool:
             now = self.wall()
-            self._execute("DELETE FROM charged WHERE until <= ?", now)
             added = self._execute(
                 "INSERT OR IGNORE INTO charged VALUES (?, ?)", id, now + CHARGED_SECONDS
             )
@@ -119,17 +123,25 @@ class SQLiteStore:
 
         return await self._do(work)
 
-    async def changes(self, version: str) -> Changes:
-        def work() -> Changes:
-            since = int(version or 0)
-            whole = not 0 < since <= self._revision
-            rows = self._execute(
-                "SELECT name, revision, record FROM subjects WHERE revision > ?",
-                0 if whole else since,
-            )
-            return Changes(str(self._revision), dict(map(_record, rows)), whole)
+    async def changes(self, version: str, after: str = "") -> Changes:
+        since = int(version or 0)
+        revision, _, name = after.partition(" ")
 
-        return await self._do(work)
+        def work() -> tuple[int, bool, list[_Row]]:
+            whole = not 0 < since <= self._revision
+            # All names come after "", and all revisions after 0 and "".
+            start = (int(revision), name) if after else (0 if whole else since + 1, "")
+            rows = self._execute(
+                "SELECT name, revision, record FROM subjects WHERE (revision, name) > (?, ?) "
+                "ORDER BY revision, name LIMIT ?",
+                *start,
+                PAGE,
+            )
+            return self._revision, whole, rows.fetchall()
+
+        now, whole, rows = await self._do(work, READ_SECONDS)
+        following = f"{rows[-1][1]} {rows[-1][0]}" if len(rows) == PAGE else ""
+        return Changes(str(now), dict(map(_record, rows)), whole, following)
 
     async def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         return await self._do(lambda: self._write(changes, entries))
@@ -208,12 +220,14 @@ class SQLiteStore:
             counters = self._execute("SELECT key, data FROM counters")
             uses = self._execute("SELECT * FROM uses")
             audit = self._execute("SELECT data FROM audit ORDER BY id")
+            denials = self._execute("SELECT data FROM denials ORDER BY id")
             return Dump(
                 {name: record for name, record in records.items() if record is not None},
                 {key: counter_of(data) for key, data in counters},
                 self._all_reservations(),
                 {(day, subject, model): Use(*used) for day, subject, model, *used in uses},
                 [msgspec.json.decode(data, type=Entry) for (data,) in audit],
+                [msgspec.json.decode(data, type=Denial) for (data,) in denials],
             )
 
         return await self._do(work)
@@ -233,6 +247,7 @@ class SQLiteStore:
             for key in dump.counters:
                 rows.changed(key)
             rows.uses |= dump.uses
+            rows.denials.extend(dump.denials)
             for reservation in dump.reservations:
                 rows.keep(reservation)
             return version
@@ -261,22 +276,37 @@ class SQLiteStore:
 
     # On the event loop
 
-    async def _do(self, work: Callable[[], T]) -> T:
+    async def _do(self, work: Callable[[], T], least: float = 0.0) -> T:
+        """What work in the thread returns.
+
+        Raises:
+            StoreDown: not in time, for which `least` seconds are given at least.
+        """
         if not self._thread.is_alive():
             raise StoreDown(f"{self._path} is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        self._work.put((work, future))
+        if least <= self._patience:
+            self._watch_over(future, loop)
+            return await future
+        try:
+            async with asyncio.timeout(least):
+                return await future
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def _watch_over(self, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+        """See that it does not wait for too long. One timer is cheaper than one for each."""
         waiting = self._waiting
         while waiting and waiting[0][0].done():
             waiting.popleft()
         waiting.append((future, loop.time()))
         if self._watch is None:
             self._watch = loop.call_later(self._patience, self._give_up)
-        self._work.put((work, future))
-        return await future
 
     def _give_up(self) -> None:
-        """Who has waited for too long is told so. One timer is cheaper than one for each."""
+        """Tell who has waited for too long."""
         self._watch = None
         loop, waiting = asyncio.get_running_loop(), self._waiting
         while waiting:
@@ -287,7 +317,10 @@ class SQLiteStore:
                 return
             waiting.popleft()
             if not future.done():
-                future.set_exception(StoreDown(f"{self._path} did not answer in time"))
+                future.set_exception(self._too_late())
+
+    def _too_late(self) -> StoreDown:
+        return StoreDown(f"{self._path} did not answer in time")
 
     # In the thread
 
@@ -345,6 +378,7 @@ class SQLiteStore:
             self._rows.forget()
             self._execute("DELETE FROM counters WHERE until <= ? AND open = 0", now)
             self._execute("DELETE FROM uses WHERE day < ?", now // DAY - KEPT_DAYS)
+            self._execute("DELETE FROM charged WHERE until <= ?", now)
 
     def _write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> str:
         for name, expected, _ in changes:
@@ -406,6 +440,8 @@ class SQLiteStore:
 
 
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+_Row = tuple[str, int, str | None]
+"""Name, revision and record of a subject; None: it was removed."""
 
 
 def _deliver(futures: list[asyncio.Future[Any]], answers: list[Any]) -> None:
@@ -425,7 +461,7 @@ def _deliver(futures: list[asyncio.Future[Any]], answers: list[Any]) -> None:
         loop.call_soon_threadsafe(deliver)
 
 
-def _record(row: tuple[str, int, str | None]) -> tuple[str, Record | None]:
+def _record(row: _Row) -> tuple[str, Record | None]:
     name, revision, record = row
     if record is None:
         return name, None

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import yaml
 
-from picker.config import Config, EndpointSpec, Envoy, Listen, PoolSection, Prefix, as_data
+from picker.config import (
+    Config,
+    EndpointSpec,
+    Envoy,
+    Listen,
+    PickerAddress,
+    PoolSection,
+    Prefix,
+    ReplicasSection,
+    as_data,
+)
 from picker.envoy import binary
 from picker.up.processes import Child
 from text.load import SIMULATED
 
 HOST = "127.0.0.1"
 MAX_PORT = 65535
+PORT_STEP = 10  # between the same ports of two pickers
 
 
 class CannotStart(Exception):
     """Something is missing on this machine. The message is one line that says what to do."""
+
+
+PICKER_PORTS = {  # by their names in Listen
+    "grpc": "--picker-port",
+    "health": "--health-port",
+    "http": "--http-port",
+    "admin": "--admin-port",
+    "replica": "--replica-port",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +56,8 @@ class Plan:
     profile: str
     port: int  # Envoy's, for clients
     worker_port: int  # of the first worker; the others follow
-    listen: Listen  # of the picker
+    pickers: int
+    listen: Listen  # of the first picker; each further one's ports are PORT_STEP above
     envoy_admin: int
     baseline_port: int | None  # where Envoy serves round robin, for comparison
 
@@ -46,10 +69,31 @@ class Plan:
     def worker_ports(self) -> list[int]:
         return list(range(self.worker_port, self.worker_port + self.workers))
 
-    def config(self) -> Config:
-        """The picker's configuration, and Envoy's."""
+    @property
+    def listens(self) -> list[Listen]:
+        """Of each picker."""
+        first = self.listen
+        return [
+            msgspec.structs.replace(
+                first,
+                **{name: getattr(first, name) + i * PORT_STEP for name in PICKER_PORTS},
+            )
+            for i in range(self.pickers)
+        ]
+
+    def config(self, picker: int = 0, secret: Path | None = None) -> Config:
+        """A picker's configuration, and Envoy's. `secret`: a file that is all pickers'."""
+        listens = self.listens
+        replicas, pickers = ReplicasSection(), []
+        if self.pickers > 1:
+            replicas = ReplicasSection(
+                peers=[f"{HOST}:{listen.replica}" for listen in listens],
+                secret="" if secret is None else str(secret),
+            )
+            pickers = [PickerAddress(host=HOST, grpc=each.grpc, http=each.http) for each in listens]
         return Config(
-            listen=self.listen,
+            listen=listens[picker],
+            replicas=replicas,
             pool=PoolSection(
                 name="up",
                 endpoints=[
@@ -65,6 +109,7 @@ class Plan:
                 listen=self.port,
                 admin=self.envoy_admin,
                 profile="lean" if self.profile == "lean" else "standard",
+                pickers=pickers,
             ),
         )
 
@@ -74,10 +119,12 @@ def check_ports(plan: Plan) -> None:
     wanted = [
         (plan.port, "Envoy (--port)"),
         (plan.envoy_admin, "Envoy (--envoy-admin-port)"),
-        (plan.listen.grpc, "the picker (--picker-port)"),
-        (plan.listen.health, "the picker (--health-port)"),
-        (plan.listen.http, "the picker (--http-port)"),
-        (plan.listen.admin, "the picker (--admin-port)"),
+        *(
+            (getattr(listen, name), f"{picker_name(plan, number)} ({flag})")
+            for number, listen in enumerate(plan.listens)
+            for name, flag in PICKER_PORTS.items()
+            if name != "replica" or plan.pickers > 1
+        ),
         *((port, "a worker (--worker-port)") for port in plan.worker_ports),
     ]
     if plan.baseline_port is not None:
@@ -138,14 +185,26 @@ def workers(plan: Plan, directory: Path) -> list[Child]:
     ]
 
 
-def picker(plan: Plan, directory: Path) -> Child:
-    path = directory / "warmpath.yaml"
-    path.write_text(yaml.safe_dump(as_data(plan.config()), sort_keys=False))
+def picker_name(plan: Plan, number: int) -> str:
+    return "picker" if plan.pickers == 1 else f"picker-{number + 1}"
+
+
+def pickers(plan: Plan, directory: Path) -> list[Child]:
+    secret = directory / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    return [_picker(plan, number, secret, directory) for number in range(plan.pickers)]
+
+
+def _picker(plan: Plan, number: int, secret: Path, directory: Path) -> Child:
+    name = picker_name(plan, number)
+    path = directory / ("warmpath.yaml" if plan.pickers == 1 else f"warmpath-{number + 1}.yaml")
+    path.write_text(yaml.safe_dump(as_data(plan.config(number, secret)), sort_keys=False))
     return Child(
-        name="picker",
+        name=name,
         command=[*warmpath_command(), "pick", "-c", str(path)],
-        log=directory / "picker.log",
-        ready_url=f"http://{HOST}:{plan.listen.admin}/readyz",
+        log=directory / f"{name}.log",
+        ready_url=f"http://{HOST}:{plan.listens[number].admin}/readyz",
     )
 
 

@@ -38,9 +38,10 @@ async def run(plan: Plan, console: Console, *, demo: bool) -> None:
     directory = Path(tempfile.mkdtemp(prefix="warmpath-up-"))
     try:
         workers = cluster.workers(plan, directory)
-        front = [cluster.picker(plan, directory), cluster.envoy(plan, directory)]
-        children += [*workers, *front]
-        await _until(stopping, _serve(plan, workers, front, console, demo=demo))
+        pickers = cluster.pickers(plan, directory)
+        envoy = cluster.envoy(plan, directory)
+        children += [*workers, *pickers, envoy]
+        await _until(stopping, _serve(plan, workers, pickers, envoy, console, demo=demo))
         console.print("Stopping")
     except ChildFailed as failed:
         raise ChildFailed(f"{failed}\nThe logs are in {directory}") from None
@@ -73,17 +74,23 @@ async def _until(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> 
 
 
 async def _serve(
-    plan: Plan, workers: Sequence[Child], front: Sequence[Child], console: Console, *, demo: bool
+    plan: Plan,
+    workers: Sequence[Child],
+    pickers: Sequence[Child],
+    envoy: Child,
+    console: Console,
+    *,
+    demo: bool,
 ) -> None:
     async with aiohttp.ClientSession() as http:
         with show.StartProgress(console) as progress:
-            await _start([*workers, *front[:1]], http, progress)
+            await _start([*workers, *pickers], http, progress)
             await _hear_events(plan, http)
-            await _start(front[1:], http, progress)  # Envoy asks at once if the picker is well
+            await _start([envoy], http, progress)  # Envoy asks at once if the picker is well
         if demo:
             await _demonstrate(plan, http, console)
         show.places(plan, console)
-        await _watch(workers, front, console)
+        await _watch(workers, pickers, envoy, console)
 
 
 async def _start(
@@ -121,17 +128,21 @@ async def _hear_events(plan: Plan, http: aiohttp.ClientSession) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _index(plan: Plan, http: aiohttp.ClientSession) -> dict[str, Any]:
-    """What the picker knows of what the workers hold."""
-    async with http.get(f"http://{HOST}:{plan.listen.admin}/debug/index") as response:
-        return dict(await response.json())
+async def _indexes(plan: Plan, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+    """What each picker knows of what the workers hold."""
+    indexes = []
+    for listen in plan.listens:
+        async with http.get(f"http://{HOST}:{listen.admin}/debug/index") as response:
+            indexes.append(dict(await response.json()))
+    return indexes
 
 
 async def _unheard(plan: Plan, http: aiohttp.ClientSession) -> list[str]:
-    """Workers whose publishers the picker has not found, or does not follow yet."""
+    """Workers whose publishers a picker has not found, or does not follow yet."""
     return [
         pod["address"]
-        for pod in (await _index(plan, http))["pods"]
+        for index in await _indexes(plan, http)
+        for pod in index["pods"]
         if not pod["publishers"]
         or any(not each["connected"] or each["replaying"] for each in pod["publishers"])
     ]
@@ -163,13 +174,16 @@ async def _demonstrate(plan: Plan, http: aiohttp.ClientSession, console: Console
 
 
 async def _decision(plan: Plan, http: aiohttp.ClientSession, request_id: str) -> dict[str, Any]:
-    """What the picker decided, once it knows the end: a visitor thinks before the next turn."""
-    url = f"http://{HOST}:{plan.listen.admin}/debug/decisions"
+    """What a picker decided, once it knows the end: a visitor thinks before the next turn."""
     while True:
-        async with http.get(url, params={"request_id": request_id}) as response:
-            [decision] = (await response.json())["decisions"]
-        if decision["outcome"] is not None:
-            return dict(decision)
+        for listen in plan.listens:
+            url = f"http://{HOST}:{listen.admin}/debug/decisions"
+            async with http.get(url, params={"request_id": request_id}) as response:
+                if response.status != 200:
+                    continue  # it was another picker's
+                [decision] = (await response.json())["decisions"]
+            if decision["outcome"] is not None:
+                return dict(decision)
         await asyncio.sleep(0.02)
 
 
@@ -179,22 +193,29 @@ async def _forget_prefixes(plan: Plan, http: aiohttp.ClientSession) -> None:
         async with http.post(f"http://{HOST}:{port}/reset_prefix_cache") as response:
             response.raise_for_status()
     deadline = time.monotonic() + EVENTS_SECONDS
-    while any((await _index(plan, http))["index"]["held"].values()):
+    while any(
+        held for each in await _indexes(plan, http) for held in each["index"]["held"].values()
+    ):
         if time.monotonic() > deadline:
             raise CannotStart("the picker does not hear that the workers' caches are empty")
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _watch(workers: Sequence[Child], front: Sequence[Child], console: Console) -> None:
-    """Serve on while there is somebody to serve; a lost worker is told and routed around."""
-    ends = {asyncio.create_task(child.wait()): child for child in [*workers, *front]}
+async def _watch(
+    workers: Sequence[Child], pickers: Sequence[Child], envoy: Child, console: Console
+) -> None:
+    """Serve on while there is somebody to serve; a lost worker or picker is told and passed by."""
+    ends = {asyncio.create_task(child.wait()): child for child in [*workers, *pickers, envoy]}
     try:
         while True:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 child = ends.pop(task)
                 what = child.end()
-                if child in front or not any(worker in ends.values() for worker in workers):
+                alive = list(ends.values())
+                if child is envoy or not all(
+                    any(each in alive for each in group) for group in (workers, pickers)
+                ):
                     raise ChildFailed(what)
                 console.print(f"{what}\nThe others go on", style="yellow", soft_wrap=True)
     finally:

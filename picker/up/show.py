@@ -124,10 +124,12 @@ def places(plan: Plan, console: Console) -> None:
     """Where everything listens."""
     workers = ", ".join(str(port) for port in plan.worker_ports)
     admin = f"http://{HOST}:{plan.listen.admin}"
+    others = ", ".join(str(listen.admin) for listen in plan.listens[1:])
+    others = f"; other pickers' on {others}" if others else ""
     console.print(
         f"\n[bold green]Ready:[/] {plan.served_model} at http://{HOST}:{plan.port} "
         f"({plan.profile} profile, workers on {workers})\n"
-        f"  {admin}/metrics and /debug/state; Envoy's admin page "
+        f"  {admin}/metrics and /debug/state{others}; Envoy's admin page "
         f"http://{HOST}:{plan.envoy_admin}\n"
         "  `warmpath explain` says why each request went where it went, `warmpath index` who holds "
         "what\n"

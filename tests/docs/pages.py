@@ -13,6 +13,7 @@ A page stays an ordinary page. What the tests need to know beyond it:
   Makefile. A server that is given `-c` reads the file that a block before it has written.
 - Ports 8000 to 8099, 5500 to 5599, 9000 to 9099 and 9900 to 9999 stand for free ones, and
   `/home/you` for the reader's home.
+- Pages are read in the folder of the repository, as far as `envoy/` is concerned.
 - A ```yaml block whose first line is `# warmpath.yaml` is a configuration.
 """
 
@@ -38,6 +39,7 @@ NOT_RUN = {
     "needs a GPU",
     "takes minutes",
     "loads a second model",
+    "needs a cluster",
     "needs another project",
     "installs packages",
 }

@@ -28,7 +28,7 @@ MODEL = "smollm2-135m"
 CACHE = "/home/you/.cache/warmpath/models"  # as the pages show it
 DEFAULT_FLAGS = {  # of each server, with its ports written out so that they can be replaced
     "up": "--port 8080 --worker-port 8001 --picker-port 9002 --health-port 9003 --http-port 9004 "
-    "--admin-port 9090 --envoy-admin-port 9901 --baseline-port 8081",
+    "--admin-port 9090 --replica-port 9006 --envoy-admin-port 9901 --baseline-port 8081",
     "pick": "--grpc-port 9002 --health-port 9003 --http-port 9004 --admin-port 9090",
     "work": "--port 8000 --kv-events-port 5557 --kv-replay-port 5558",
 }
@@ -39,7 +39,7 @@ LAST_WORDS = {  # of a server that has just become ready
 }
 
 _SERVER = re.compile(r"(?:\w+=\S+ )*warmpath (up|pick|work)\b(?!.* --check)[^&|;>]*")
-_RANGES = (range(8000, 8100), range(5500, 5600), range(9000, 9100), range(9900, 10_000))
+_RANGES = (range(8000, 8100), range(5500, 5600), range(9000, 9200), range(9900, 10_000))
 _PORT = re.compile(r"(?<![\w.,])\d{4,5}(?!\w|,\d{3}(?![\d.]))")  # no number with thousands
 _FILE = re.compile(r" -c (\S+)")
 

@@ -20,15 +20,18 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from picker import config, flow_gauges, gauges, metrics
+from picker import config, flow_gauges, gauges, metrics, reload, tls
 from picker.admin import Pages
 from picker.admin import make_app as make_admin_app
 from picker.cli import main
 from picker.exposition import Spec
 from picker.filters import FILTERS
+from picker.kubernetes import leader
+from picker.kubernetes import view as kubernetes_gauges
 from picker.names import PICK_PATH
 from picker.prefix import gauges as prefix_gauges
 from picker.quota import gauges as quota_gauges
+from picker.replicas import gauges as replica_gauges
 from picker.schedule import DEFAULT_SCORERS, FRESH
 from picker.service import check_config
 from scorers import SCORERS
@@ -50,6 +53,7 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.index": "bench.index",
     "python -m bench.quota": "bench.quota",
     "python -m bench.fairness": "bench.fairness",
+    "python -m bench.replicas": "bench.replicas",
 }
 OTHERS_FLAGS = {  # of other programs
     "--disable-hot-restart",
@@ -141,6 +145,7 @@ def test_every_block_runs_and_prints_what_the_page_says(
     page: Path, runner: Runner, tmp_path: Path
 ) -> None:
     blocks = [block for block in blocks_of(page) if block.is_run]
+    (tmp_path / "envoy").symlink_to(ROOT / "envoy")
     runner.keep(command for block in blocks if (command := server_command(block)))
     for block in blocks:
         command = server_command(block)
@@ -240,20 +245,20 @@ def command_called(name: str) -> click.Command:
 
 
 @pytest.mark.parametrize(
-    ("name", "page"),
+    ("name", "pages"),
     [
         ("up", "docs/quick-start.md"),
-        ("pick", "docs/operate.md"),
+        ("pick", "docs/operate.md docs/reference-picker.md"),
         ("explain", "docs/operate.md"),
         ("index", "docs/prefix.md"),
         ("envoy", "docs/envoy.md"),
     ],
 )
-def test_every_flag_of_the_picker_is_documented(name: str, page: str) -> None:
-    text = (ROOT / page).read_text()
+def test_every_flag_of_the_picker_is_documented(name: str, pages: str) -> None:
+    text = "".join((ROOT / page).read_text() for page in pages.split())
     for flag in flags_of(command_called(name)) - {"--config", "--help"}:  # -c, as everybody writes
         if flag.startswith("--"):
-            assert re.search(rf"{flag}\b(?!-)", text), f"{page} does not tell of {flag}"
+            assert re.search(rf"{flag}\b(?!-)", text), f"{pages} do not tell of {flag}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -288,7 +293,8 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
     page = worker.ask("GET", "/metrics")[1].decode() + picker.ask("GET", "/metrics")[1].decode()
     exported = set(re.findall(r"^(?:# TYPE )?([\w:]+)[ {]", page, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (\w+) histogram", page, re.MULTILINE)
-    for spec in specs_of(flow_gauges, quota_gauges):  # exported where these are switched on
+    # Exported where these are switched on
+    for spec in specs_of(flow_gauges, quota_gauges, kubernetes_gauges, tls, leader, replica_gauges):
         exported.add(spec.name)
         histograms += [spec.name] * (spec.kind == "histogram")
     for histogram in histograms:
@@ -302,7 +308,18 @@ def test_metrics_exist(worker: Server, picker: Server) -> None:
 
 
 def test_every_metric_of_the_picker_is_documented() -> None:
-    specs = specs_of(metrics, gauges, flow_gauges, prefix_gauges, quota_gauges)
+    specs = specs_of(
+        metrics,
+        gauges,
+        reload,
+        flow_gauges,
+        prefix_gauges,
+        quota_gauges,
+        kubernetes_gauges,
+        replica_gauges,
+        tls,
+        leader,
+    )
     assert len(specs) > 60
     rows = re.findall(r"^\| (`.+?`) \| (\w+) \|", page_text("operate"), re.MULTILINE)
     kinds = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
@@ -423,6 +440,8 @@ def camel(name: str) -> str:
 def shown_default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return ""
+    if isinstance(value, str | bool):
+        return str(value).lower()
     return "none" if value == inf else f"{value:.10g}"
 
 

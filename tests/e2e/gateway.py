@@ -102,7 +102,7 @@ def config_for(pods: Sequence[Pod], addresses: Sequence[str] = (), **settings: A
     told = [*(pod.address for pod in pods), *addresses]
     endpoints = [EndpointSpec(address=address) for address in told]
     return Config(
-        listen=ANY_PORTS,
+        listen=settings.pop("listen", ANY_PORTS),
         pool=settings.pop("pool", PoolSection(endpoints=endpoints)),
         **{"envoy": Envoy(profile=settings.pop("profile", "standard")), **settings},
     )
@@ -128,7 +128,13 @@ async def running_gateway(
         stack.push_async_callback(service.stop)
         ports = await service.start()
         await service.until_ready()
-        listen = Listen(grpc=ports.grpc, health=ports.health, http=ports.http, admin=ports.admin)
+        listen = msgspec.structs.replace(
+            config.listen,
+            grpc=ports.grpc,
+            health=ports.health,
+            http=ports.http,
+            admin=ports.admin,
+        )
         told = bootstrap(msgspec.structs.replace(config, listen=listen), discover=discover)
         if change is not None:
             change(told)

@@ -28,13 +28,25 @@ class PickerProcess:
 
     def __init__(self, addresses: Sequence[str], folder: Path, more: str = "") -> None:
         """`more` is added to warmpath.yaml."""
-        grpc, http, health, admin = free_ports(4)
-        self.listen = Listen(grpc=grpc, http=http, health=health, admin=admin)
-        ports = f"{{grpc: {grpc}, http: {http}, health: {health}, admin: {admin}}}"
+        grpc, http, health, admin, replica = free_ports(5)
+        self.listen = Listen(grpc=grpc, http=http, health=health, admin=admin, replica=replica)
+        ports = (
+            f"{{grpc: {grpc}, http: {http}, health: {health}, admin: {admin}, replica: {replica}}}"
+        )
         endpoints = "".join(f"  - address: {address}\n" for address in addresses)
-        self._file = folder / "warmpath.yaml"
+        self._file = folder / f"warmpath-{grpc}.yaml"
         self._file.write_text(f"listen: {ports}\npool:\n  endpoints:\n{endpoints}{more}")
         self._process: asyncio.subprocess.Process | None = None
+
+    def configure(self, more: str) -> None:
+        """Add to warmpath.yaml, before it is started."""
+        with self._file.open("a") as file:
+            file.write(more)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     async def start(self) -> None:
         """Returns when it is ready."""
@@ -63,6 +75,11 @@ class PickerProcess:
     def terminate(self) -> None:
         """Ask it to drain and end."""
         self._signal(signal.SIGTERM)
+
+    async def ended(self) -> int:
+        """Wait for its end: its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
 
     async def kill(self) -> None:
         """End it as a crash does."""

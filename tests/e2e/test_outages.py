@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -28,14 +28,18 @@ def profile(request: pytest.FixtureRequest) -> Iterator[Profile]:
 # A picker process
 
 
+def loaded(site: Site) -> AbstractAsyncContextManager[list[str]]:
+    return loaded_client(site.http)
+
+
 @asynccontextmanager
-async def loaded(site: Site, clients: int = 4) -> AsyncIterator[list[str]]:
+async def loaded_client(http: aiohttp.ClientSession, clients: int = 4) -> AsyncIterator[list[str]]:
     """Requests from several clients without a pause; how each ended."""
     results: list[str] = []
 
     async def client() -> None:
         while True:
-            results.append(await once(site.http))
+            results.append(await once(http))
 
     tasks = [asyncio.create_task(client()) for _ in range(clients)]
     try:

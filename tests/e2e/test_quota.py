@@ -158,6 +158,7 @@ async def test_a_key_names_its_tenant_and_a_wrong_one_nobody(
         assert await refused(response) == (429, "quota_exceeded")
     async with post(gateway, "somebody", authorization="Bearer wrong") as response:
         assert await refused(response) == (401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == 'Bearer error="invalid_token"'
 
 
 async def test_parallel_requests_do_not_pass_a_limit(gateway: Gateway, admin: Admin) -> None:

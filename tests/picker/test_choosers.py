@@ -37,6 +37,10 @@ def test_weighted_random_follows_the_totals():
     assert shares([0, 0, 0, 0], type="weightedRandom") == close([0.25] * 4)
 
 
+def test_random_follows_nothing():
+    assert shares([1, 3, 0], type="random") == close([1 / 3] * 3)
+
+
 def test_softmax_follows_the_temperature():
     chance = np.exp([0.0, 1.0]) / np.exp([0.0, 1.0]).sum()
     assert shares([1, 2], type="softmax", temperature=1.0) == close(list(chance))

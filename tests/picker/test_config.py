@@ -120,7 +120,10 @@ def test_load_names_the_file(tmp_path: Path) -> None:
             "pool:\n  endpoints:\n  - {address: '1.2.3.4:5'}\n  - {adress: x}",
             "w.yaml:4: pool.endpoints[1].adress: unknown key; did you mean 'address'?",
         ),
-        ("pool: {zzz: }", "w.yaml:1: pool.zzz: unknown key; known: endpoints, kubernetes, name"),
+        (
+            "pool: {zzz: }",
+            "w.yaml:1: pool.zzz: unknown key; known: endpoints, ignoreSubset, kubernetes, name",
+        ),
         ("drain: 1\nusage: true\ndrain: 2", "w.yaml:3: drain: this key stands here twice"),
         (
             "pool:\n  endpoints:\n  - labels: {a: x}\n",

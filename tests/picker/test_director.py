@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.config import Rewrite, RewriteTarget
+from picker.config import Rewrite, RewriteTarget, Scheduling
 from picker.director import Outcome, Pick
 from picker.engines import LoadReport
 from picker.journal import detail, summary
 from picker.pool import Endpoint
 from picker.refusal import Refusal
 from picker.request import LLMRequest, parse
+from picker.schedule import Scheduler
 from picker.splice import apply
 from picker.usage import Usage
 from tests.picker.core import Core, completion
@@ -302,6 +303,12 @@ def test_a_subset_is_kept_to(subset: list[str]) -> None:
     for _ in range(10):
         pick = core.director.pick(completion(LONG, subset=subset))
         assert pick.destination == PODS[1]
+
+
+def test_a_subset_is_ignored_where_that_is_set() -> None:
+    core = Core(PODS)
+    core.director.reconfigure(Scheduler(Scheduling()), frozenset(), ignore_subset=True)
+    assert core.director.pick(completion("x", subset=["9.9.9.9:1"])).endpoint.address in PODS
 
 
 def test_unknown_models_are_404_only_where_models_are_declared() -> None:

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker.engines import ENGINES, MAX_SERIES, LoadReport, engine_of, parse, start_time
+from picker import config
+from picker.engines import (
+    ENGINES,
+    MAX_SERIES,
+    Engine,
+    LoadReport,
+    engine_of,
+    engines_of,
+    parse,
+    start_time,
+)
 from scorers.pods import Adapters
 from worker.config import EngineConfig
 from worker.metrics import Metrics
@@ -384,11 +394,11 @@ def test_made_up_pages_are_read_as_prometheus_client_reads_them(
     ],
 )
 def test_a_pods_label_says_its_engine(labels: dict[str, str], name: str) -> None:
-    assert engine_of(labels, "vllm") is ENGINES[name]
+    assert engine_of(labels, "vllm", set()) is ENGINES[name]
 
 
 def test_an_unknown_engine_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm")
+    engine_of({"llm-d.ai/engine-type": "abacus"}, "vllm", set())
     assert "'abacus'" in caplog.text
 
 
@@ -404,3 +414,40 @@ def test_a_server_may_have_generated_more_tokens_than_it_can_have_blocks() -> No
     page = name + b'{engine="0"} 5e9\n' + name + b'{engine="1"} 6e9'
     assert parse(page, VLLM).generated == 11e9
     assert parse(b"vllm:generation_tokens_total 1e30", VLLM).generated is None
+
+
+class TestSetEngines:
+    PAGE = (
+        b'mine_requests{state="queued",model="a"} 3\n'
+        b'mine_requests{state="running",model="a"} 2\n'
+        b"mine_kv 0.25\n"
+        b'mine_info{block_size="16",num_gpu_blocks="100"} 1\n'
+    )
+
+    def engine(self, **told: str) -> Engine:
+        settings = config.Metrics(engines={"mine": config.EngineMetrics(**told)})
+        return engine_of({"kind": "mine"}, "vllm", set(), engines_of(settings), ("kind",))
+
+    def test_metrics_are_found_by_name_and_labels_with_quotes_or_without(self):
+        engine = self.engine(
+            waiting='mine_requests{state="queued", model=a}',
+            running="mine_requests{state=running}",
+            kv_usage=" mine_kv ",
+            cache_info="mine_info",
+        )
+        report = parse(self.PAGE, engine)
+        assert (report.waiting, report.running, report.kv_usage) == (3, 2, 0.25)
+        assert report.kv_tokens == 1600
+
+    def test_what_is_not_named_is_not_told(self):
+        report = parse(self.PAGE, self.engine(running="mine_requests{state=running}"))
+        assert (report.waiting, report.running, report.kv_usage) == (None, 2, None)
+
+    def test_ours_can_be_replaced(self):
+        settings = config.Metrics(engines={"vllm": config.EngineMetrics(waiting="mine_kv")})
+        assert parse(self.PAGE, engine_of({}, "vllm", set(), engines_of(settings))).waiting == 0.25
+
+    @pytest.mark.parametrize("told", ["a b", "a{", "a{b}", "{a=b}", "1a", "a{b='c'}x", "a" * 500])
+    def test_what_is_no_metric_is_refused(self, told):
+        with pytest.raises(ValueError, match=r"metrics\.engines\.mine: .* is no metric"):
+            self.engine(waiting=told)

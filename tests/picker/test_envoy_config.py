@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,20 @@ import yaml
 from click.testing import CliRunner, Result
 
 from picker.cli import main
-from picker.config import Config, Duration, EndpointSpec, Envoy, Listen, PoolSection, Size, load
+from picker.config import (
+    Config,
+    Duration,
+    EndpointSpec,
+    Envoy,
+    Listen,
+    PoolSection,
+    Size,
+    Tls,
+    load,
+)
 from picker.envoy.binary import find_envoy, why_not
 from picker.envoy.bootstrap import as_json, as_yaml, bootstrap
+from tests.picker.authority import Authority
 
 ROOM = Path(__file__).parents[2] / "envoy"
 PROFILES = ["standard", "lean"]
@@ -54,6 +66,7 @@ def refusal(page: dict[str, Any]) -> str | None:
         {"envoy": {"timeout": Duration(0), "idle_timeout": Duration(0), "host": "::"}},
         {"listen": Listen(host="::1")},
         {"listen": Listen(host="picker.default.svc")},
+        {"listen": Listen(tls=Tls(mode="selfSigned"))},
     ],
 )
 def test_envoy_accepts_what_is_made(profile: str, settings: dict[str, Any]) -> None:
@@ -125,6 +138,44 @@ def file(tmp_path: Path) -> Path:
         "pool: {endpoints: [{address: '192.0.2.1:8000'}]}\nenvoy: {profile: lean, listen: 8088}\n"
     )
     return path
+
+
+def test_envoy_is_told_how_to_know_the_picker(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    names = ("picker.default.svc", "*.example.org", "10.0.0.7", "::1")
+    certificate, key = map(str, authority.issue(names=names))
+    served = {"mode": "files", "certificate": certificate, "key": key}
+    page = made(
+        "standard",
+        listen=Listen(tls=Tls(**served)),
+        envoy={"picker_ca": str(authority.ca), "certificate": certificate, "key": key},
+    )
+    assert refusal(page) is None
+    (context,) = every(page, "common_tls_context")
+    assert context["alpn_protocols"] == ["h2"]
+    assert context["validation_context"]["trusted_ca"] == {"filename": str(authority.ca)}
+    matched = every(context, "match_typed_subject_alt_names")[0]
+    assert [each["matcher"]["exact"] for each in matched] == list(names)
+    (shown,) = context["tls_certificates"]
+    assert shown["private_key"] == {"filename": key}
+
+
+def test_what_envoy_needs_for_tls_is_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ca, (certificate, key) = str(authority.ca), map(str, authority.issue())
+    served = {"mode": "files", "certificate": certificate, "key": key}
+    nameless = dict(
+        zip(("certificate", "key"), map(str, authority.issue("n", names=())), strict=True)
+    )
+    for tls, envoy, why in (
+        (served | {"client_ca": ca}, {}, "envoy.certificate: name the PEM file"),
+        (served, {"certificate": certificate}, "envoy.key: name its PEM file"),
+        (served | nameless, {}, f"listen.tls.certificate: {nameless['certificate']}: it has no"),
+        (served | {"key": ca}, {}, f"listen.tls.key: {ca}: "),
+        (served | {"key": "/missing"}, {}, "listen.tls.key: /missing: it cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            made("lean", listen=Listen(tls=Tls(**tls)), envoy=envoy)
 
 
 def test_the_command_prints_the_file_s_configuration(file: Path) -> None:

@@ -6,7 +6,7 @@ from math import nan
 
 import pytest
 
-from picker.filters import Capacity, Filter, Label, Warm
+from picker.filters import Capacity, Expression, Filter, Label, LabelIn, Named, Session, Warm
 from tests.scorers.columns import Ask, pods
 
 
@@ -57,3 +57,42 @@ def test_label_wants_every_label():
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="share"):
         Warm(share=share)
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows"),
+    [("In", [0]), ("NotIn", [1, 2]), ("Exists", [0, 1]), ("DoesNotExist", [2])],
+)
+def test_label_selects_as_kubernetes_does(operator, rows):
+    labels = [{"gpu": "h100"}, {"gpu": "t4"}, {}]
+    values = ("h100", "a100") if "In" in operator else ()
+    selector = Label(match_expressions=[Expression("gpu", operator, values)])
+    assert kept(selector, Ask(), 3, labels=labels) == rows
+
+
+def test_every_part_of_a_selector_counts():
+    labels = [{"app": "a", "gpu": "t4"}, {"app": "a"}, {"app": "b", "gpu": "t4"}]
+    selector = Label({"app": "a"}, [Expression("gpu", "Exists")])
+    assert kept(selector, Ask(), 3, labels=labels) == [0]
+    with pytest.raises(ValueError, match="must say something"):
+        Label()
+
+
+def test_label_in_takes_one_of_some_values_and_if_asked_pods_without_the_label():
+    labels = [{"role": "decode"}, {"role": "prefill"}, {}]
+    assert kept(LabelIn("role", ("decode", "both")), Ask(), 3, labels=labels) == [0]
+    assert kept(LabelIn("role", ("decode",), missing=True), Ask(), 3, labels=labels) == [0, 2]
+
+
+def test_session_keeps_its_pod_or_says_nothing():
+    assert kept(Session(), Ask(), 3, session=[False, True, False]) == [1]
+    assert kept(Session(), Ask(), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "rows"), [("a:2", [1]), ("a", [0, 1, 2]), (" a:3 ,a:1,x", [0, 2]), ("b:1", [])]
+)
+def test_named_pods_are_kept(told, rows):
+    ask = Ask(headers={"test-epp-endpoint-selection": told})
+    assert kept(Named(), ask, 3) == rows
+    assert kept(Named(), Ask(), 3) == [0, 1, 2]

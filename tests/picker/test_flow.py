@@ -452,3 +452,29 @@ def test_who_has_most_is_known_only_while_it_matters():
         desk.come(f"tenant-{number % 7}")
     (band,) = desk.flow.bands
     assert band._longest is None
+
+
+def test_without_a_queue_nobody_waits_and_what_is_sheddable_is_refused():
+    desk = Desk(places=1, queue=False)
+    first, second, third = desk.come(), desk.come(), desk.come(priority=7)
+    assert desk.served == [first, second, third]
+    shed = desk.come(priority=-1)
+    assert desk.why(shed) == (429, "saturated")
+    desk.pods.places = 1
+    assert desk.come(priority=-1) in desk.served
+    assert desk.flow.waiting == 0
+
+
+def test_without_a_queue_what_is_sheddable_may_still_wait():
+    desk = Desk(queue=False, sheddable="queue")
+    waiting = desk.come(priority=-1)
+    assert desk.come() in desk.served
+    assert waiting.stage is Stage.WAITING
+    desk.give(2)
+    assert waiting in desk.served
+
+
+def test_without_pods_nobody_goes_without_a_queue_either():
+    desk = Desk(queue=False)
+    desk.pods.num_pods = 0
+    assert desk.why(desk.come()) == (503, "no_endpoints")

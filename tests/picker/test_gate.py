@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from picker.config import (
     Config,
@@ -32,6 +33,7 @@ from picker.quota.model import parse_limit
 from picker.quota.store_memory import MemoryStore
 from picker.quota.views import views
 from picker.refusal import Refusal
+from picker.service import check_config
 from picker.usage import Usage
 from tests.picker.core import Core
 
@@ -477,6 +479,31 @@ Interleavings.TestCase.settings = settings(max_examples=40, stateful_step_count=
 TestInterleavings = Interleavings.TestCase
 
 
+async def test_without_a_queue_picks_and_bodies_are_left_as_they_are() -> None:
+    """As the reference picker without flow control: only what is sheddable notices."""
+    flow = Flow(enabled=True, queue=False, objectives={"batch": -1})
+    core = Core(PODS, gate=Config(flow=flow, usage=False), scorers={"kv": 1.0}, seed=1)
+    full = core.endpoint(PODS[0])
+    core.load.report(full, LoadReport(waiting=9, running=1, kv_usage=0.1), core.now)
+    core.load.report(core.endpoint(PODS[1]), LoadReport(0, 1, 0.5), core.now)
+    body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
+    headers = {"content-type": "application/json"}
+
+    async def ask(**more: str) -> Pick:
+        named = {name.replace("_", "-"): value for name, value in more.items()}
+        picking = core.director.route("POST", "/v1/completions", headers | named, body)
+        return picking if isinstance(picking, Pick) else await picking
+
+    pick = await ask()
+    assert pick.endpoint is full  # which its scores say, although another has room
+    assert pick.splice is None  # nobody counts its usage
+    core.load.report(core.endpoint(PODS[1]), LoadReport(9, 1, 1.0), core.now)
+    with pytest.raises(Refusal) as refused:
+        await ask(x_gateway_inference_objective="batch")
+    assert refused.value.status == 429
+    assert (await ask()).endpoint is full
+
+
 async def test_limits_are_for_the_model_that_is_asked_for(house: House) -> None:
     """Whatever it is sent as, which changes from request to request."""
     targets = [RewriteTarget(model="target"), RewriteTarget(model="canary")]
@@ -490,3 +517,25 @@ async def test_limits_are_for_the_model_that_is_asked_for(house: House) -> None:
     with pytest.raises(Refusal) as refusal:
         await house.ask()
     assert refusal.value.status == 429
+
+
+def test_keys_that_nobody_could_know_are_no_configuration() -> None:
+    for more in (Config(), Config(flow=Flow(enabled=True))):
+        config = replace(more, identity=Identity(keys=True))
+        with pytest.raises(ValueError, match=r"identity\.keys.*quota\.enabled"):
+            check_config(config)
+
+
+async def test_who_must_tell_who_it_is_need_not_be_limited() -> None:
+    config = Config(identity=Identity(header=TENANT, required=True), usage=False)
+    check_config(config)
+    core = Core(PODS, gate=config)
+    assert core.gate is not None
+    await core.gate.start(MemoryStore)
+    body = json.dumps({"model": "llama", "prompt": "Hi"}).encode()
+    with pytest.raises(Refusal) as caught:
+        core.director.route("POST", "/v1/completions", {}, body)
+    assert caught.value.status == 401
+    pick = core.director.route("POST", "/v1/completions", {TENANT: "a"}, body)
+    assert pick.tenant == "a"
+    pick.end(Outcome.ABORTED)

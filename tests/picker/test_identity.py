@@ -63,6 +63,7 @@ def test_a_wrong_key_is_refused_and_not_shown():
     for key in ("sk-mallory", KEY + " x", KEY * 1000, "\udcff"):
         refused = refusal(identities, {"authorization": f"Bearer {key}", FAIRNESS_ID: "alice"})
         assert (int(refused.status), refused.reason) == (401, "invalid_api_key")
+        assert ("www-authenticate", 'Bearer error="invalid_token"') in refused.headers
         assert key[:9] not in refused.message
         assert b'"authentication_error"' in refused.body
 
@@ -83,7 +84,17 @@ def test_where_a_name_is_required_nobody_is_anonymous():
     refused = refusal(identities, {})
     assert (int(refused.status), refused.reason) == (401, "no_identity")
     assert refused.message == f"send the header {FAIRNESS_ID} or an API key"
+    assert ("www-authenticate", "Bearer") in refused.headers
     assert identities.caller({FAIRNESS_ID: "alice"}).tenant == "alice"
+
+
+def test_a_bearer_is_asked_for_where_one_would_help():
+    for settings_, helps in (
+        (Settings(required=True, claim="sub"), True),
+        (Settings(required=True, header=FAIRNESS_ID), False),
+    ):
+        told = dict(refusal(Identities(settings_), {}).headers)
+        assert ("www-authenticate" in told) == helps
 
 
 @pytest.mark.parametrize("name", ["x" * (MAX_TENANT + 1), "a\nb", "a\x00", "\x1b[2J", " \t "])
@@ -109,3 +120,11 @@ def test_every_tenant_has_a_fit_name(name: str):
 def test_the_default_has_to_be_a_name():
     with pytest.raises(ValueError, match=r"identity\.default: '' is no name"):
         Identities(Settings(default=""))
+
+
+def test_of_several_headers_the_first_that_is_there_tells():
+    identities = Identities(Settings(header="X-New, x-old", required=True))
+    assert identities.headers == ("x-new", "x-old")
+    assert identities.caller({"x-old": "a"}).tenant == "a"
+    assert identities.caller({"x-old": "a", "x-new": "b"}).tenant == "b"
+    assert refusal(identities, {}).message == "send the header x-new or the header x-old"

@@ -78,3 +78,30 @@ def test_the_lengths_of_few_tenants_are_kept():
     assert lengths.expected("t29999") == 5
     assert lengths.expected("t0") == 0
     assert len(lengths._last) == 10_000
+
+
+def test_of_several_headers_the_first_that_is_there_tells():
+    objectives = Objectives(
+        Settings(
+            objectives={"chat": 5, "batch": -1},
+            objective_header="x-new,x-old",
+            deadline_header="x-due, x-slo-ttft-ms",
+            order="deadline",
+        )
+    )
+    assert objectives.headers == ("x-new", "x-old", "x-due", "x-slo-ttft-ms")
+    assert objectives.priority({"x-old": "chat"}) == 5
+    assert objectives.priority({"x-old": "chat", "x-new": "batch"}) == -1
+    assert objectives.priority({}) == 0
+    assert objectives.patience({"x-slo-ttft-ms": "1500"}) == 1.5
+
+
+def test_other_settings_keep_what_else_is_told():
+    objectives = Objectives(Settings(objectives={"chat": 5}))
+    objectives.update({"batch": -1, "chat": 9})
+    objectives.reconfigure(Settings(objectives={"bulk": -2}, objective_header="x-o"))
+    named = [objectives.priority({"x-o": name}) for name in ("batch", "chat", "bulk", "other")]
+    assert named == [-1, 9, -2, 0]
+    with pytest.raises(ValueError, match="'bulk' must be between"):
+        objectives.reconfigure(Settings(objectives={"bulk": -101}))
+    assert objectives.priority({"x-o": "bulk"}) == -2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picker.restore import ModelRestorer
+from picker.restore import MAX_STEPS, ModelRestorer
 
 ASKED = 'gpt "4" é'
 ASKED_JSON = json.dumps(ASKED).encode()
@@ -181,3 +181,10 @@ def test_hardly_anything_is_held_back(endless: Callable[[], bytes], events: bool
     swallowed = 4096 - len(ASKED_JSON) + 1 if b'"model":' in beginning else 0
     assert passed + len(restorer.finish()) == len(beginning) - swallowed
     assert len(restorer.finish()) == 0
+
+
+def test_a_document_without_end_is_not_read_without_end() -> None:
+    """Nobody's answer has so many brackets before it names its model."""
+    few, many = (b'{"a":[%b],"model":"t"}' % (b"[[]]," * count) for count in (500, MAX_STEPS))
+    assert restored(few) == few.replace(b'"t"', ASKED_JSON)
+    assert restored(many) == many

@@ -227,3 +227,12 @@ def test_room_is_what_each_pod_has_now_whatever_happened(
     slots = core.pool.slots
     having = [slot for slot in slots if rooms[slot]]
     assert list(saturation.with_room(slots)) == (having or list(slots))
+
+
+def test_other_numbers_hold_at_once_although_no_pod_tells():
+    core, saturation = scene(A, B, waiting=5)
+    tell(core, A, waiting=3)
+    assert saturation.room() == 7
+    saturation.reconfigure(Settings(waiting=3))
+    assert saturation.room() == 3
+    assert list(saturation.with_room(core.pool.slots)) == [core.endpoint(B).slot]

@@ -322,7 +322,7 @@ def test_the_same_seed_picks_the_same():
     ("settings", "words"),
     [
         ({"scorers": {"prefx": 1}}, ["'prefx'", "did you mean 'prefix'"]),
-        ({"scorers": {"zzz": 1}}, ["'zzz'", "known: contextLength, inflight"]),
+        ({"scorers": {"zzz": 1}}, ["'zzz'", "known: active, contextLength"]),
         ({"scorers": {"uncached": {"patiense": 1}}}, ["'patiense'", "did you mean 'patience'"]),
         ({"scorers": {"queue": {"depth": 1}}}, ["'depth'", "it takes none"]),
         ({"scorers": {"uncached": {"span": "x"}}}, ["'uncached'", "span", "float"]),

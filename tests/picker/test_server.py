@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.struct_pb2 import ListValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from picker import server
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Outcome
 from picker.exchange import BodyMode
@@ -509,16 +510,9 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         await gateway.headers(POST, True)
         await gateway.read()
         draining = asyncio.create_task(picker.server.drain())
-        async with asyncio.timeout(60):
-            while True:
-                late = stream(channel)
-                try:
-                    await late.headers(POST, True)
-                    await late.read()
-                    await late.respond(OK, True)
-                    await late.read()
-                except grpc.aio.AioRpcError:  # which one depends on how far the door is closed
-                    break
+        await until_closed(picker.port)
+        async with channel_to(picker.port, use_local_subchannel_pool=1) as other:
+            assert await stream(other).ended() is grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         await gateway.respond(OK)
         await gateway.read()
@@ -528,6 +522,49 @@ async def test_draining_finishes_what_is_in_flight(picker: Picker) -> None:
         async with asyncio.timeout(60):
             await draining
     assert set(await picker.ended()) == {Outcome.COMPLETED}
+
+
+async def until_closed(port: int) -> None:
+    """Wait until nobody listens."""
+    async with asyncio.timeout(60):
+        with suppress(ConnectionRefusedError):
+            while True:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+
+
+async def test_a_drain_waits_until_its_client_has_gone_elsewhere(
+    picker: Picker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that come while gRPC says GOAWAY would hang."""
+    monkeypatch.setattr(server, "QUIET_SECONDS", 2.0)  # on a busy machine
+    async with channel_to(picker.port) as channel:
+        for number in range(200):
+            late = stream(channel)
+            await late.headers(POST, True)
+            async with asyncio.timeout(60):
+                assert destination(await late.read())
+            await late.respond(OK, True)
+            await late.read()
+            if number == 0:
+                draining = asyncio.create_task(picker.server.drain())
+        async with asyncio.timeout(60):
+            await draining
+    assert len(await picker.ended(200)) == 200
+
+
+async def test_a_drain_does_not_wait_for_ever_for_a_client_that_comes_on() -> None:
+    async with running(drain=Duration(0.4)) as picker, channel_to(picker.port) as channel:
+        draining = asyncio.create_task(picker.server.drain())
+        async with asyncio.timeout(60):
+            while not draining.done():
+                late = stream(channel)
+                with suppress(grpc.aio.AioRpcError):
+                    await late.headers(POST, True)
+                    await late.read()
+                    await late.respond(OK, True)
+                    await late.read()
+        await draining
 
 
 async def test_draining_waits_for_no_other_service_and_not_for_ever() -> None:

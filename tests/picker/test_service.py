@@ -243,12 +243,13 @@ async def test_reload_takes_over_endpoints_and_tells_what_needs_a_restart(
         model_server() as second,
         running(config_of(first)) as (service, ports),
     ):
-        service.reload(config_of(second, more="metrics: {interval: 1s}\nmodels: [a]"))
+        service.reload(config_of(second, more="prefix: {maxBlocks: 7}\nusage: false\nmodels: [a]"))
         assert "1 endpoints: 1 came, 1 left" in caplog.text
-        assert "only a restart applies it: models, metrics.interval" in caplog.text
+        assert "only a restart applies it: prefix.maxBlocks, usage" in caplog.text
         _, text = await get(ports.admin, "/config")
         assert second in text
-        assert "interval: 0.05" in text
+        assert "models:\n- a" in text
+        assert "maxBlocks: 1024" in text
         with pytest.raises(ValueError, match="given twice"):
             service.reload(config_of(second, second))
         assert service.num_endpoints == 1
@@ -475,7 +476,6 @@ def test_check_says_yes_or_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ((), "say which pods"),
         (("-c", "missing.yaml"), "missing.yaml: cannot be read"),
-        (("-c", "missing.yaml", "--endpoint", "127.0.0.1:1"), "exclude each other"),
         (("--endpoint", "pod:1"), "pod"),
         (("--endpoint", "127.0.0.1:1", "--grpc-port", "65536"), "65536"),
         (("--endpoint", "127.0.0.1:1", "--metrics-interval", "fast"), "is not a duration"),
@@ -496,3 +496,11 @@ def test_a_port_in_use_exits_with_1() -> None:
         code, output = invoke("--endpoint", "127.0.0.1:1", *free, "--admin-port", port)
     assert code == 1
     assert output.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1, port {port}")
+
+
+def test_pods_are_named_in_warmpath_yaml_or_by_flags_and_not_in_both(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text("drain: 1s\n")
+    code, output = invoke("-c", path, "--endpoint", "127.0.0.1:1")
+    assert code == 2
+    assert "exclude each other" in output

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scorers import SCORERS
+from scorers.active import Active
 from scorers.context_length import ContextLength
 from scorers.inflight import Inflight
 from scorers.kv import KV
 from scorers.label import Label
+from scorers.load_aware import LoadAware
 from scorers.lora import Lora
 from scorers.no_hit_lru import NoHitLru
 from scorers.pods import Adapters, Scorer
@@ -22,6 +24,7 @@ from scorers.prefix import Prefix
 from scorers.queue import Queue
 from scorers.running import Running
 from scorers.session import Session
+from scorers.token_load import TokenLoad
 from scorers.uncached import Uncached
 from tests.scorers.columns import Ask, pods
 
@@ -54,6 +57,23 @@ class TestMinMax:
 
     def test_nobody_told(self, scorer, column):
         assert scores(scorer, Ask(), 2, **{column: [nan, nan]}) == [0, 0]
+
+
+def test_token_load_counts_what_is_ahead_and_what_is_not_held():
+    columns = {"inflight_tokens": [0, 500, 500, 9000], "matched_tokens": [0, 0, 1000, 0]}
+    assert scores(TokenLoad(threshold=2000), Ask(1000), 4, **columns) == [0.5, 0.25, 0.75, 0]
+
+
+def test_active_prefers_idle_pods_and_then_is_relative_to_the_busiest():
+    columns = {"inflight": [0, 2, 3, 8]}
+    assert scores(Active(), Ask(), 4, **columns) == [1, 0.75, 0.625, 0]
+    assert scores(Active(idle=2, busy=0.5), Ask(), 4, **columns) == [1, 1, 0.3125, 0]
+    assert scores(Active(), Ask(), 2) == [1, 1]
+
+
+def test_load_aware_falls_from_a_half_to_nothing():
+    columns = {"waiting": [0, 32, 128, 500, nan]}
+    assert scores(LoadAware(), Ask(), 5, **columns) == [0.5, 0.375, 0, 0, 0]
 
 
 def test_kv_is_the_free_share():

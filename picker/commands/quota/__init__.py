@@ -70,6 +70,16 @@ class QuotaGroup(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_")
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as problem:
+            if not any(problem.option_name in option.opts for option in self.params):
+                raise
+            why = f"{problem.option_name} goes before the command: warmpath quota"
+            why += f" {problem.option_name} ... {ctx.invoked_subcommand}"
+            raise click.UsageError(why, problem.ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])

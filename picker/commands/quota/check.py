@@ -6,7 +6,7 @@ import click
 
 from picker.commands.errors import CheckFailed
 from picker.commands.quota import options
-from picker.commands.quota.connection import ask
+from picker.commands.quota.connection import ask, connection, exit_codes
 from picker.commands.quota.output import Column, amount, document, duration, listing, yes
 from picker.quota.views import Verdict
 
@@ -36,24 +36,29 @@ COLUMNS = (
     "--max-output",
     "output_tokens",
     type=options.amount,
-    default="0",
-    show_default=True,
     metavar="TOKENS",
-    help="That its answer may have.",
+    help="That its answer may have.  [default: the configuration's quota.expectedOutput]",
 )
 @options.output
-def check_(subject: str, model: str, prompt_tokens: int, output_tokens: int, output: str) -> None:
+def check_(
+    subject: str, model: str, prompt_tokens: int, output_tokens: int | None, output: str
+) -> None:
     """Would a request of a SUBJECT pass now? Exit code 0 if it would, else 3 and why.
 
-    Every limit that it would meet is listed.
+    Every limit that it would meet is listed. Without --max-output it reserves what a picker takes
+    answers to have of which it knows nothing: one that has seen some reserves their mean.
 
     \b
     Example:
       warmpath quota check tenant/alice --model llama --input 800 --max-output 500
     """
+    if output_tokens is None:
+        with exit_codes():
+            output_tokens = connection().section.expected_output
+    expected = output_tokens
     verdict = ask(
         lambda admin: admin.verdict(
-            subject, model, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+            subject, model, prompt_tokens=prompt_tokens, output_tokens=expected
         )
     )
     rows = [

@@ -73,17 +73,21 @@ class Connection:
 
         Raises:
             QuotaError: the options name none.
-        StoreDown: it is not there.
+            StoreDown: it is not there.
         """
         if self.server is not None:
             raise click.UsageError("a server cannot do this: name its store with --store")
-        url = self.store or self.section.store
+        url = self.store_url
         if url.startswith("memory:"):
             raise click.UsageError(
                 "a store in memory is its picker's alone: ask that with --server HOST:PORT, or "
                 "name another with --store"
             )
         return open_store(url, timeout=TIMEOUT, create=create)
+
+    @property
+    def store_url(self) -> str:
+        return self.store or self.section.store
 
     def _token(self) -> str:
         file = self.token_file

@@ -10,12 +10,14 @@ from typing import Any
 from urllib.error import HTTPError
 
 import click
+from click.core import ParameterSource
 
 from picker.commands.admin_page import admin_option, ask
 from picker.commands.errors import Unreachable
 from picker.commands.quota import options
-from picker.commands.quota.connection import WATCH_SECONDS
+from picker.commands.quota.connection import WATCH_SECONDS, connection, exit_codes
 from picker.commands.quota.output import Column, amount, document, listing, safe, table
+from picker.config import load
 
 TENANTS = (
     Column("priority", "PRIORITY", right=True),
@@ -29,6 +31,8 @@ TENANTS = (
     Column("lifts", "LIFTS", right=True),
     Column("lifted", "LIFTED", amount, right=True, wide=True),
 )
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # of all addresses
 
 
 @click.command("fairness")
@@ -54,6 +58,8 @@ def fairness_(admin: str, limit: int, output: str, watch: bool) -> None:
       warmpath quota fairness
       warmpath quota fairness --admin http://10.0.0.7:9090 -n 5 --watch
     """
+    if click.get_current_context().get_parameter_source("admin") is ParameterSource.DEFAULT:
+        admin = _admin() or admin
     if not watch:
         click.echo(_render(admin, limit, output), nl=False)
         return
@@ -67,6 +73,17 @@ def fairness_(admin: str, limit: int, output: str, watch: bool) -> None:
                 sys.stdout.flush()
                 last = text
             time.sleep(WATCH_SECONDS)
+
+
+def _admin() -> str | None:
+    """The admin page of the configuration, where there is one."""
+    file = connection().config
+    if file is None:
+        return None
+    with exit_codes():
+        listen = load(file).listen
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"http://{LOOPBACK.get(host, host)}:{listen.admin}"
 
 
 def _render(admin: str, limit: int, output: str) -> str:

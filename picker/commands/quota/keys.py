@@ -9,7 +9,7 @@ import click
 from picker.commands.quota import completion, options
 from picker.commands.quota.connection import ask, show
 from picker.commands.quota.output import Column, clock, document, iso, listing
-from picker.commands.quota.records import as_data, state, told
+from picker.commands.quota.records import as_data, state, told, unknown
 from picker.quota.administration import Administration
 from picker.quota.editor import Why, Written
 
@@ -25,6 +25,16 @@ COLUMNS = (
 )
 
 
+_secret_output = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(("table", "json", "yaml")),  # others would not tell it, or not what it is
+    default="table",
+    show_default=True,
+    help="How to print it.",
+)
+
+
 @click.group("keys")
 def keys_() -> None:
     """Create, list, rotate and revoke API keys."""
@@ -34,7 +44,7 @@ def keys_() -> None:
 @click.argument("parent", type=options.subject_name, shell_complete=completion.subjects)
 @click.option("--id", "id", metavar="ID", help="To be called key/ID.  [default: a new one]")
 @click.option("--expires", type=options.later, metavar="WHEN", help="As 90d or 2026-04-01.")
-@options.output
+@_secret_output
 @options.writing
 def create(parent: str, id: str | None, expires: float | None, output: str, why: Why) -> None:
     """Make a key for a PARENT, such as a tenant, and print it: it is never shown again.
@@ -43,11 +53,15 @@ def create(parent: str, id: str | None, expires: float | None, output: str, why:
     Example:
       warmpath quota keys create tenant/alice --id alice-ci --expires 90d
     """
-    _told(
-        *ask(lambda admin: admin.create_key(parent, id, expires=expires, why=why), create=True),
-        output,
-        why,
-    )
+
+    async def work(admin: Administration) -> tuple[Written, str, bool]:
+        known = parent in (await admin.read()).records
+        return *await admin.create_key(parent, id, expires=expires, why=why), known
+
+    written, secret, known = ask(work, create=True)
+    _told(written, secret, output, why)
+    if not known:
+        unknown(parent)
 
 
 @keys_.command("list")
@@ -88,7 +102,7 @@ def list_(parent: str | None, output: str, watch: bool) -> None:
 
 @keys_.command()
 @click.argument("key", type=options.subject_name, shell_complete=completion.subjects)
-@options.output
+@_secret_output
 @options.writing
 def rotate(key: str, output: str, why: Why) -> None:
     """Print another secret for a KEY; the old one is refused from now on.
@@ -121,5 +135,5 @@ def _told(written: Written, secret: str, output: str, why: Why) -> None:
         click.echo(document({"secret": told_secret, **as_data(written)}, output, ""), nl=False)
         return
     told(written, output, why)
-    if output != "name" and not why.dry_run:  # which opens nothing
+    if not why.dry_run:  # which opens nothing
         click.echo(secret)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import click
 from msgspec.structs import replace
@@ -13,12 +13,14 @@ from picker.commands.errors import NotFound
 from picker.commands.quota import completion, options
 from picker.commands.quota.connection import ask, show
 from picker.commands.quota.output import Column, amount, duration, listing, percent, yes
-from picker.commands.quota.records import state, told
+from picker.commands.quota.records import state, told, unknown
 from picker.quota.administration import Administration
-from picker.quota.editor import Why
+from picker.quota.editor import Why, Written
 from picker.quota.model import CALENDAR, FAILURES, KINDS, Limit, OnFailure, Subject
 from picker.quota.policy import Record
 from picker.quota.views import View
+
+DEFAULT = "default"  # of the pickers' configuration
 
 COLUMNS = (
     Column("subject", "SUBJECT"),
@@ -127,7 +129,8 @@ def get_(
     """
 
     async def render(admin: Administration) -> str:
-        rows = await _rows(admin, subjects)
+        names_only = output == "name" and model is None and over is None and sort == "name"
+        rows = await _rows(admin, subjects, counted=not names_only)
         rows = [
             row
             for row in rows
@@ -142,14 +145,16 @@ def get_(
     show(render, watch)
 
 
-async def _rows(admin: Administration, subjects: Sequence[str]) -> list[dict[str, Any]]:
+async def _rows(
+    admin: Administration, subjects: Sequence[str], *, counted: bool
+) -> list[dict[str, Any]]:
     records = (await admin.read()).records
     for name in subjects:
         if name not in records:
             raise NotFound(f"nothing is written of {name}: `describe` tells what holds for it")
     names = subjects or sorted(records)
     views: dict[str, list[View]] = {}
-    for view in await admin.own_views(names):
+    for view in await admin.own_views(names) if counted else ():
         views.setdefault(view.subject, []).append(view)
     now = time.time()
     return [
@@ -168,14 +173,12 @@ async def _rows(admin: Administration, subjects: Sequence[str]) -> list[dict[str
     help="Whose limits hold, too; '' takes it away.",
 )
 @options.model
-@click.option(
-    "--zone", default="", metavar="ZONE", help="Time zone of days and months, as Europe/Berlin."
-)
-@click.option("--shadow", is_flag=True, help="Count, and refuse nothing.")
+@click.option("--zone", metavar="ZONE", help="Time zone of days and months, as Europe/Berlin.")
+@click.option("--shadow/--no-shadow", default=None, help="Count, and refuse nothing.")
 @click.option(
     "--on-failure",
-    type=click.Choice(FAILURES),
-    help="While the store is down: a share of it, no limit, or no requests.",
+    type=click.Choice((*FAILURES, DEFAULT)),
+    help="While the store is down: a share of it, no limit, no requests, or as pickers have it.",
 )
 @options.output
 @options.writing
@@ -184,16 +187,17 @@ def set_(
     limits: tuple[Limit, ...],
     parent: str | None,
     model: str,
-    zone: str,
-    shadow: bool,
-    on_failure: OnFailure | None,
+    zone: str | None,
+    shadow: bool | None,
+    on_failure: str | None,
     output: str,
     why: Why,
 ) -> None:
     """Add LIMITS to a SUBJECT, or replace those of the same name; others stay.
 
-    A limit is WHAT=AMOUNT/WINDOW, or concurrency=AMOUNT. KIND/* is what holds for all subjects of a
-    kind that have no limits of their own.
+    A limit is WHAT=AMOUNT/WINDOW, or concurrency=AMOUNT. One that is there keeps its zone, whether
+    it is in shadow, and what holds on failure, unless they are given. What KIND/* says holds for
+    all subjects of a kind; a limit of their own takes the place of the one of that name.
 
     \b
     Examples:
@@ -203,21 +207,30 @@ def set_(
     """
     if not limits and parent is None:
         raise click.UsageError("name a limit, as total-tokens=100k/minute, or a --parent")
+    if zone and not any(limit.window in CALENDAR for limit in limits):
+        raise click.UsageError(f"--zone is of days and months: none of these has any, {zone!r}")
+
+    given = {"zone": zone, "shadow": shadow, "on_failure": on_failure}
+    keep = [name for name, value in given.items() if value is None]
     made = [
         replace(
             limit,
             model=model,
-            zone=zone if limit.window in CALENDAR else "",
-            shadow=shadow,
-            on_failure=on_failure or "",
+            zone=zone or "" if limit.window in CALENDAR else "",
+            shadow=bool(shadow),
+            on_failure=cast(OnFailure, "" if on_failure in (None, DEFAULT) else on_failure),
         )
         for limit in limits
     ]
-    told(
-        ask(lambda admin: admin.set(subject, made, parent=parent, why=why), create=True),
-        output,
-        why,
-    )
+
+    async def work(admin: Administration) -> tuple[Written, bool]:
+        written = await admin.set(subject, made, parent=parent, keep=keep, why=why)
+        return written, not parent or parent in (await admin.read()).records
+
+    written, known = ask(work, create=True)
+    told(written, output, why)
+    if not known:
+        unknown(parent)
 
 
 @click.command("unset")

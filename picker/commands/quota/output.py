@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ import yaml
 from picker.quota.model import shown_quantity
 
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C: thousands of subjects
+MAX_DIGITS = 7  # of a quantity in a table, with its sign and point
+NUM_DIGITS = 4  # of one that would have more
 FORMATS = ("table", "wide", "json", "yaml", "csv", "name")
 
 Row = Mapping[str, Any]
@@ -115,7 +118,13 @@ def safe(text: str) -> str:
 
 
 def amount(value: float) -> str:
-    return shown_quantity(round(value))
+    """Exactly where that is short, else its first digits: 999.9M of 999,999,972."""
+    exact = shown_quantity(round(value))
+    digits = exact.rstrip("kMGT")
+    if len(digits) <= MAX_DIGITS:
+        return exact
+    scale = 10 ** (len(str(abs(round(value)))) - NUM_DIGITS)
+    return shown_quantity(math.trunc(round(value) / scale) * scale)
 
 
 def percent(value: float) -> str:

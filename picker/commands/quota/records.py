@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import click
 import msgspec
 
-from picker.commands.quota.output import document, iso, safe
+from picker.commands.quota.output import Column, document, iso, listing, safe
 from picker.quota.editor import REVOKED, Why, Written
 from picker.quota.model import Limit, Subject, shown_quantity
+
+WRITTEN = (Column("name", "NAME"), Column("revision", "REVISION", right=True))
 
 
 def lines(subject: Subject | None) -> list[str]:
@@ -41,9 +43,9 @@ def limit_line(limit: Limit) -> str:
 
 def told(written: Written, output: str, why: Why) -> None:
     """Say what a write did: to people on stderr, to programs on stdout."""
-    if output == "name":
-        click.echo(written.name)
-    elif output != "table":
+    if output in ("name", "csv"):
+        click.echo(listing(WRITTEN, [as_data(written)], output), nl=False)
+    elif output in ("json", "yaml"):
         click.echo(document(as_data(written), output, ""), nl=False)
     else:
         changed = changes(written.before, written.after)
@@ -56,6 +58,11 @@ def told(written: Written, output: str, why: Why) -> None:
         click.echo(f"{written.name}: {status}", err=True)
         for line in changed:
             click.echo(line, err=True)
+
+
+def unknown(name: str | None) -> None:
+    """Nothing is written of a subject that was named as another's parent: it may be misspelt."""
+    click.echo(f"note: nothing is written of {name} itself", err=True)
 
 
 def state(subject: Subject, now: float) -> str:

@@ -26,6 +26,7 @@ COLUMNS = (
     Column("mostBy", "MOST BY", safe),
 )
 MAX_LINE = 1 << 16  # characters
+LATEST = 32_503_680_000.0  # Unix seconds: the year 3000, so that months after it can be told
 
 
 @click.command("simulate")
@@ -76,6 +77,8 @@ def _parsed(log: Any) -> Iterator[Logged]:
             raise QuotaError(f"{log.name}:{number}: {problem}") from problem
         if min(logged.prompt_tokens, logged.completion_tokens, logged.seconds) < 0:
             raise QuotaError(f"{log.name}:{number}: nothing can be below zero")
+        if not 0 <= logged.at <= LATEST or logged.seconds > LATEST - logged.at:
+            raise QuotaError(f"{log.name}:{number}: {logged.at:g} is no time: write Unix seconds")
         yield logged
 
 

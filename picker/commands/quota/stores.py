@@ -12,7 +12,7 @@ from picker.commands.quota.connection import TIMEOUT, ask, connection, exit_code
 from picker.commands.quota.counters import counter
 from picker.commands.quota.output import Column, listing
 from picker.quota.administration import Administration
-from picker.quota.store import Store
+from picker.quota.store import Conflict, Store
 from picker.quota.stores import open_store
 
 STATUS = (Column("name", "NAME"), Column("value", "VALUE"))
@@ -86,6 +86,8 @@ def migrate(target: str) -> None:
       warmpath quota --store sqlite:///quota.db store migrate --to redis://127.0.0.1:6379/0
     """
     with exit_codes():
+        if target == connection().store_url:
+            raise click.UsageError("--to names the store that is to be copied")
         told = asyncio.run(_migrate(connection().open_store(), open_store(target, timeout=TIMEOUT)))
     click.echo(told, err=True)
 
@@ -94,6 +96,10 @@ async def _migrate(source: Store, target: Store) -> str:
     try:
         dump = await source.dump()
         await target.restore(dump)
+    except Conflict as problem:
+        raise click.ClickException(
+            f"the store at --to is not empty: it has {problem.subject}"
+        ) from problem
     finally:
         await source.close()
         await target.close()

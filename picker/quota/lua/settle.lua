@@ -3,7 +3,7 @@
 -- ARGV: [id, amounts, prompt, cached, completion], and for what was reserved elsewhere
 --       [subject, model, lines]
 
-local DONE = 600 -- seconds that a settled reservation is remembered
+local DONE = 600 -- seconds that a settled reservation is remembered: SETTLED_SECONDS of store.py
 
 local id, amounts, prompt, cached, completion = unpack(cmsgpack.unpack(ARGV[1]))
 local key = P .. ':r:' .. id

@@ -9,6 +9,7 @@ from itertools import count
 from picker.quota.model import Limit, Subject, parse_limit
 from picker.quota.plan import Amounts, Denied, Granted, Plan, Spent
 from picker.quota.policy import Policy
+from picker.quota.reader import Reader
 from picker.quota.store import Change, Stale, Store
 
 START = 1_772_366_400.0  # 2026-03-01 12:00 UTC
@@ -58,13 +59,7 @@ class Desk:
         await self.write({name: Subject(parent=parent, limits=limits(*texts))})
 
     async def read(self) -> None:
-        version, records, whole = await self.store.changes(self.policy.version)
-        if whole:
-            self.policy.replace(
-                version, {name: record for name, record in records.items() if record}
-            )
-        else:
-            self.policy.update(version, records)
+        await Reader(self.store, self.policy).read()
 
     def revision(self, name: str) -> int:
         record = self.policy.records.get(name)

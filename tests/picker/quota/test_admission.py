@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 
 from picker.config import Quota
-from picker.quota.admission import Admission, Ask, Quotas, Refused
+from picker.quota.admission import UNKNOWN_SECONDS, Admission, Ask, Quotas, Refused
 from picker.quota.answers import duration
 from picker.quota.model import Key, Limit, Subject
+from picker.refusal import Refusal
 from picker.usage import Usage
 from tests.picker.quota.conftest import STORES, opened
 from tests.picker.quota.kit import START, Clock, Desk, limits
@@ -180,13 +182,13 @@ async def test_writes_take_effect_on_the_next_request_of_every_picker(front: Fro
 async def test_a_block_above_holds_below_and_expiry_bars(front: Front) -> None:
     await front.desk.write(
         {
-            "org/acme": Subject(expires=START + 60),
+            "org/acme": Subject(expires=START + 30),
             "team/search": Subject("org/acme"),
             ALICE: Subject("team/search", limits("requests=9/day")),
         }
     )
     await front.granted(Ask(ALICE, "m", 10))
-    front.clock.now += 60
+    front.clock.now += 30
     refusal = (await front.refused(Ask(ALICE, "m", 10))).refusal
     assert "org/acme takes no requests: expired" in refusal.message
     assert await front.desk.used(ALICE) == [1]
@@ -206,12 +208,43 @@ async def test_keys_are_known_at_once_and_no_longer_when_they_were_changed(front
     assert await quotas.find_key(new) is None
     await front.granted(Ask("key/one", "m", 5, digest=old))
     await front.desk.write({"key/one": subject(new)})
-    assert (await front.refused(Ask("key/one", "m", 5, digest=old))).refusal.status == 403
+    refusal = (await front.refused(Ask("key/one", "m", 5, digest=old))).refusal
+    assert (refusal.status, refusal.reason) == (401, "invalid_api_key")
+    assert b"key/one" not in refusal.body  # whoever has the old one need not learn what it was
     await front.granted(Ask("key/one", "m", 5, digest=new))
     assert (await front.refused(Ask("key/one", "m", 5, digest=new))).refusal.status == 429
     await front.desk.write({"key/one": subject(new, blocked="revoked")})
     assert "revoked" in (await front.refused(Ask("key/one", digest=new))).refusal.message
     assert (await front.refused(Ask("key/unknown"))).refusal.status == 403
+
+
+async def test_a_new_key_is_known_at_once_whoever_sends_wrong_ones(front: Front) -> None:
+    quotas = front.quotas[0]
+    for number in range(5):
+        wrong, new = f"{number}a" * 32, f"{number}b" * 32
+        assert await quotas.find_key(wrong) is None
+        guesses = [asyncio.create_task(quotas.find_key(f"{guess:064}")) for guess in range(20)]
+        await asyncio.sleep(0)
+        await front.desk.write({f"key/{number}": Subject(ALICE, key=Key(new, "x", 0.0))})
+        assert await quotas.find_key(new) == f"key/{number}"
+        assert set(await asyncio.gather(*guesses)) == {None}
+
+
+async def test_a_wrong_key_that_comes_again_costs_the_store_nothing_for_a_while() -> None:
+    clock = Clock()
+    async with opened("sqlite", clock) as store:
+        quotas = Quotas(store, Quota(), clock)
+        await quotas.start()
+        wrong, other = "ab" * 32, "cd" * 32
+        assert await quotas.find_key(wrong) is None
+        await store.close()
+        assert await quotas.find_key(wrong) is None
+        with pytest.raises(Refusal) as refused:  # nobody can tell whose it is
+            await quotas.find_key(other)
+        assert refused.value.status == 503
+        clock.now += UNKNOWN_SECONDS
+        with pytest.raises(Refusal):
+            await quotas.find_key(wrong)
 
 
 async def test_what_passes_and_what_does_not_is_counted(front: Front) -> None:

@@ -90,6 +90,46 @@ def test_what_a_limit_says_beside_its_amount(quota: Terminal) -> None:
     quota("unset", ALICE, "concurrency", "--model", "llama")
 
 
+def test_a_new_amount_changes_nothing_else(quota: Terminal) -> None:
+    month = "output-tokens/month"
+    quota(
+        *("set", ALICE, "output-tokens=1k/month", "requests=5/second", "--shadow"),
+        *("--zone", "Europe/Berlin", "--on-failure", "closed"),
+    )
+
+    def limits() -> dict[str, tuple[object, ...]]:
+        rows = quota.data("get", ALICE)
+        told = ("amount", "zone", "onFailure", "state")
+        return {row["limit"]: tuple(row[key] for key in told) for row in rows}
+
+    quota("set", ALICE, "output-tokens=2k/month")
+    assert limits()[month] == (2000, "Europe/Berlin", "closed", "shadow")
+    quota("set", ALICE, "output-tokens=2k/month", "--no-shadow")
+    assert limits()[month] == (2000, "Europe/Berlin", "closed", "ok")
+    quota("set", ALICE, "output-tokens=2k/month", "--zone", "", "--on-failure", "default")
+    assert limits()[month] == (2000, "", "", "ok")
+    assert limits()["requests/second"] == (5, "", "closed", "shadow")
+    told = quota("set", ALICE, "requests=6/second", "--zone", "Mars/X", code=2)
+    assert "'Mars/X'" in told.stderr
+
+
+def test_a_write_tells_programs_what_it_did(quota: Terminal) -> None:
+    words = ("set", ALICE, "requests=5/month", "-o")
+    assert "+ requests=5/month" in quota(*words, "wide").stderr
+    assert quota(*words, "csv").stdout == f"name,revision\n{ALICE},0\n"
+    assert quota(*words, "name").stdout == f"{ALICE}\n"
+
+
+def test_a_parent_or_owner_that_is_not_there_is_told(quota: Terminal) -> None:
+    quota("set", "org/acme", "requests=5/month")
+    told = quota("set", ALICE, "requests=5/month", "--parent", "org/acne").stderr
+    assert "nothing is written of org/acne" in told
+    assert "nothing is" not in quota("set", ALICE, "--parent", "org/acme").stderr
+    told = quota("keys", "create", "tenant/alcie", "--id", "a").stderr
+    assert "nothing is written of tenant/alcie" in told
+    assert "nothing is" not in quota("keys", "create", ALICE, "--id", "b").stderr
+
+
 def test_get_finds_what_is_asked_for(quota: Terminal) -> None:
     quota("set", "org/acme", "total-tokens=1M/month")
     quota("set", ALICE, "total-tokens=1k/month", "requests=100/month", "--parent", "org/acme")
@@ -251,8 +291,22 @@ def test_keys_open_the_door_until_they_are_revoked(quota: Terminal) -> None:
     quota("keys", "revoke", "key/ci")
     assert quota.data("keys", "list")[0]["state"] == "revoked"
     assert "takes no requests" in quota.refused("key/ci", 1).refusal.message
+    assert "revoked" in quota("keys", "rotate", "key/ci", code=2).stderr
     quota("keys", "rotate", "key/none", code=3)
     assert quota.data("keys", "list", "tenant/bob") == []
+
+
+def test_a_key_that_nobody_could_use_is_not_made(quota: Terminal) -> None:
+    quota("set", ALICE, "requests=5/month")
+    told = quota("keys", "create", ALICE, "--expires", "2020-01-01", code=2)
+    assert "in the future" in told.stderr
+    for output in ("name", "csv"):  # which would not tell it, or not what it is
+        quota("keys", "create", ALICE, "-o", output, code=2)
+    assert quota.data("keys", "list") == []
+    quota("keys", "create", ALICE, "--id", "ci")
+    quota("keys", "rotate", "key/ci", "-o", "name", code=2)
+    quota("expire", "key/ci", "2020-01-01")
+    assert "expired" in quota("keys", "rotate", "key/ci", code=2).stderr
 
 
 def owner(quota: Terminal, secret: str) -> str | None:

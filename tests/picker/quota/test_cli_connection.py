@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from picker.cli import main
+from picker.commands.quota.output import amount
 from tests.picker.quota.admin_process import admin_service
 from tests.picker.quota.conftest import redis_url
 from tests.picker.quota.redis_server import free_port
@@ -91,7 +92,8 @@ def test_a_server_wants_a_token_that_it_knows(url: str, tmp_path: Path) -> None:
         quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=TOKEN)  # from the next call on
         quota(*at, "get", WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
         tokens.write_text("ada short\n")
-        quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
+        told = quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
+        assert "the tokens here cannot be read" in told
         assert "--store" in quota(*at, "store", "migrate", "--to", url, code=2)
 
 
@@ -121,7 +123,9 @@ def test_everything_moves_to_another_store(url: str) -> None:
     assert there.data("audit", "-n", "1")[0]["action"] == "set"
     assert there.data("usage", "--since", "1d") == here.data("usage", "--since", "1d")
     there("store", "verify")
-    here("store", "migrate", "--to", target, code=4)  # which is not empty
+    told = here("store", "migrate", "--to", target, code=1)
+    assert f"the store at --to is not empty: it has {ALICE}" in told.stderr
+    assert "that is to be copied" in here("store", "migrate", "--to", url, code=2).stderr
 
 
 @contextmanager
@@ -180,3 +184,45 @@ def test_a_shell_completes_commands_and_names_in_the_store(url: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_is_printed(shell: str) -> None:
     assert "_WARMPATH_COMPLETE" in quota("completion", shell)
+
+
+def test_where_the_options_of_a_store_stand_is_told() -> None:
+    for option in ("--store", "--server", "-c"):
+        told = quota("get", option, "x", code=2)
+        assert f"{option} goes before the command: warmpath quota {option} ... get" in told
+    assert "Did you mean" in quota("get", "--sortt", "used", code=2)
+
+
+def test_fairness_asks_the_picker_of_the_configuration(tmp_path: Path) -> None:
+    port = free_port()
+    file = tmp_path / "warmpath.yaml"
+    file.write_text(f"listen: {{admin: {port}}}\n")
+    assert f"127.0.0.1:{port}" in quota("-c", str(file), "fairness", code=5)
+    other = f"http://127.0.0.1:{free_port()}"
+    assert other in quota("-c", str(file), "fairness", "--admin", other, code=5)
+
+
+def test_check_takes_an_answer_to_be_as_long_as_a_picker_would(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "warmpath.yaml"
+    file.write_text(f"quota: {{store: '{url}', expectedOutput: 100}}\n")
+    here = Terminal(url, ("--store", url))
+    here("set", ALICE, "output-tokens=600/month")
+    here.served(ALICE, 5, 200)
+    here("check", ALICE, "--input", "5", code=3)
+    here("check", ALICE, "--input", "5", "--max-output", "400")
+    quota("-c", str(file), "check", ALICE, "--input", "5")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (999_999_972, "999.9M"),
+        (1_728_004, "1.728M"),
+        (-999_999_972, "-999.9M"),
+        (99_951, "99.951k"),
+        (123_456_789_012_345, "123.4T"),
+        (0, "0"),
+    ],
+)
+def test_tables_shorten_long_numbers_towards_zero(number: int, text: str) -> None:
+    assert amount(number) == text

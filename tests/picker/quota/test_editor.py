@@ -127,6 +127,7 @@ async def test_what_changes_nothing_and_dry_runs_write_nothing(office: Office) -
         (ALICE, [], "model/m", "cannot be above"),
         (ALICE, [], "team/*", "nobody's parent"),
         ("model/m", [], "org/acme", "no place in the hierarchy"),
+        ("model/*", ["requests=0/day"], None, "names no model"),
     ],
 )
 async def test_what_cannot_be_is_refused_and_says_why(
@@ -137,6 +138,13 @@ async def test_what_cannot_be_is_refused_and_says_why(
         with pytest.raises(QuotaError, match=message):
             await editor.set(name, limits(*texts), parent=parent, why=WHY)
         assert await store.audit() == []
+
+
+async def test_a_star_is_no_model(office: Office) -> None:
+    with pytest.raises(QuotaError, match="leave it out for all"):
+        await office.editor.set(ALICE, limits("requests=0/day", model="*"), why=WHY)
+    with pytest.raises(QuotaError, match="names no model"):
+        await office.editor.block("model/*", "closed", why=WHY)
 
 
 async def test_an_unknown_time_zone_is_refused(office: Office) -> None:
@@ -355,6 +363,8 @@ async def test_a_store_moves_into_another_with_all_it_holds(source: str, target:
         )
         await desk.read()
         await old.settle(await desk.granted(ALICE, tokens(100), model="m"), spent(90, 20))
+        for model in ("m", "n"):
+            await desk.denied(ALICE, tokens(900), model=model)
         ids = [await desk.granted(ALICE, tokens(40), ttl=ttl) for ttl in (600.0, 5.0)]
         clock.now += 2
 
@@ -365,6 +375,8 @@ async def test_a_store_moves_into_another_with_all_it_holds(source: str, target:
         assert export(moved.policy) == export(desk.policy)
         assert await moved.used(ALICE) == pytest.approx(await desk.used(ALICE))
         assert await new.uses(0) == await old.uses(0)
+        assert await new.denials() == await old.denials()
+        assert [denial.model for denial in await new.denials()] == ["n", "m"]
         assert [entry.action for entry in await new.audit()] == ["set", "set"]
         assert {each.id for each in await new.reservations()} == set(ids)
         clock.now += 3  # one expires, as it would have

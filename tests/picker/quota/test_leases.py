@@ -239,7 +239,9 @@ async def test_fifty_at_once_on_two_pickers_never_pass_a_limit(with_leases: bool
 
         await asyncio.gather(*(client(number) for number in range(50)))
         assert passed <= 20_000
-        assert passed == 20_000 or with_leases  # a lease may hold what another would have had
+        # A lease may hold what another would have had, and so may the one before, for a moment.
+        held = 2 * len(pickers) * SHARE if with_leases else 0.0
+        assert passed >= 20_000 * (1 - held)
         for quotas in pickers:
             if with_leases:
                 assert quotas.numbers.leased > 0

@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from picker.config import Quota
+from picker.quota import outage
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
-from picker.quota.model import Limit, Subject
+from picker.quota.model import Key, Limit, Subject
+from picker.quota.outage import REST_SECONDS
+from picker.quota.plan import Granted
+from picker.quota.policy import Policy, Record
+from picker.quota.store import SETTLED_SECONDS, End, StoreDown
+from picker.quota.store_redis import RedisStore
+from picker.quota.store_sqlite import SQLiteStore
 from picker.quota.stores import open_store
+from picker.refusal import Refusal
 from picker.usage import Usage
-from tests.picker.quota.kit import Clock, Desk, limits
+from tests.picker.quota.kit import Clock, Desk, limits, spent, tokens
 from tests.picker.quota.redis_server import DEADLINE, RedisServer, back, running
 
 ALICE = "tenant/alice"
@@ -180,20 +190,32 @@ async def test_a_redis_that_lost_everything_gets_the_limits_again() -> None:
             assert await desk.store.verify() == []
 
 
-@pytest.mark.parametrize(("on_failure", "status"), [("share", 200), ("open", 200), ("closed", 503)])
-async def test_a_picker_that_starts_without_its_store(on_failure: str, status: int) -> None:
-    with running() as server:
+@pytest.mark.parametrize("on_failure", ["share", "open", "closed"])
+async def test_a_picker_that_starts_without_its_store_lets_nothing_pass(on_failure: str) -> None:
+    key, opened = "ab" * 32, Limit("requests", 2, "month", on_failure="open")
+    with running(*DURABLE) as server:
         async with administrator(server) as desk:
-            await desk.limit(ALICE, "requests=0/month")
-        with server.client() as client:
-            client.bgrewriteaof()
+            await desk.write(
+                {
+                    ALICE: Subject(limits=(opened,)),
+                    "tenant/evil": Subject(blocked="evil"),
+                    "key/one": Subject(ALICE, key=Key(key, "x", 0.0)),
+                }
+            )
         server.kill()
         async with picker(server, Quota(on_failure=on_failure)) as quotas:  # type: ignore[arg-type]
-            answer = await quotas.admit(ask())
-            assert (answer.refusal.status if isinstance(answer, Refused) else 200) == status
+            for subject in (ALICE, "tenant/evil", "tenant/new"):
+                answer = await quotas.admit(ask(subject=subject))
+                assert isinstance(answer, Refused)
+                assert (answer.refusal.status, answer.refusal.retry_after) == (503, 1)
+            with pytest.raises(Refusal, match="cannot be checked"):
+                await quotas.find_key(key)
             server.start()
-            await until(lambda: quotas.store_up)
-            assert isinstance(await quotas.admit(ask()), Admission)  # it came back empty
+            await until(lambda: quotas.store_up and bool(quotas.policy.records))
+            assert isinstance(await quotas.admit(ask()), Admission)
+            barred = await quotas.admit(ask(subject="tenant/evil"))
+            assert isinstance(barred, Refused) and barred.refusal.status == 403
+            assert await quotas.find_key(key) == "key/one"
 
 
 async def test_a_cancelled_request_holds_nothing() -> None:
@@ -240,3 +262,97 @@ def test_the_breaker_opens_after_failures_in_a_row_and_probes_ever_more_seldom()
     assert pauses[0] == FIRST_PAUSE and pauses == sorted(pauses) and pauses[-1] == LONGEST_PAUSE
     breaker.succeeded()
     assert not breaker.open and breaker.pause == 0
+
+
+async def test_shares_are_forgotten_when_the_store_has_long_been_back(tmp_path: Path) -> None:
+    path, clock = tmp_path / "quota.db", Clock(time.time())
+    quotas = Quotas(SQLiteStore(path, 0.05, clock), Quota(), clock)
+    desk = Desk(SQLiteStore(path, DEADLINE, clock), clock)
+    await desk.limit("tenant/*", "requests=3/day")
+    await quotas.start()
+
+    async def locked() -> list[type]:
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        answers = [await quotas.admit(ask()) for _ in range(4)]
+        for answer in answers:
+            if isinstance(answer, Admission):
+                assert answer.degraded
+                quotas.settle(answer, Usage(1, 0, 0))
+        for number in range(20):
+            await quotas.admit(ask(subject=f"tenant/{number}"))
+        assert quotas._shares.size > 20
+        other.execute("ROLLBACK")
+        other.close()
+        await until(lambda: quotas.store_up and not quotas.owed)
+        return [type(answer) for answer in answers]
+
+    assert await locked() == [Admission] * 3 + [Refused]
+    clock.now += REST_SECONDS - 1
+    assert isinstance(await quotas.admit(ask()), Refused)
+    assert await locked() == [Refused] * 4  # which follows on the other
+    clock.now += REST_SECONDS
+    assert isinstance(await quotas.admit(ask()), Refused)
+    assert quotas._shares.size == 0
+    await quotas.close()
+    await desk.store.close()
+
+
+async def test_shares_of_ever_more_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, policy = Clock(), Policy()
+    monkeypatch.setattr(outage, "MAX_SHARED", 100)
+    monkeypatch.setattr(outage, "MAX_PLANS", 50)
+    policy.update("1", {"tenant/*": Record(1, Subject(limits=limits("requests=3/month")))})
+    shares = outage.Shares(1, clock, clock)
+    most = 0
+    for number in range(1000):
+        plan = policy.plan(f"tenant/{number}", "", clock.now)
+        id = f"r{number}"
+        assert isinstance(await shares.reserve(id, plan, tokens(1), "m", 60.0), Granted)
+        shares.settle(id, spent(1))
+        most = max(most, shares.size)
+    assert most <= 150 + 2
+
+
+class Deaf(RedisStore):
+    """The store, but its answers to ends may be lost on the way."""
+
+    deaf = False
+
+    async def settle_all(self, ends: Sequence[End]) -> list[bool | None]:
+        answers = await super().settle_all(ends)
+        if self.deaf:
+            raise StoreDown("unheard")
+        return answers
+
+
+@pytest.mark.parametrize(("minutes", "lost"), [(5, 0), (60, 1)])
+async def test_an_end_whose_answer_was_lost_is_never_charged_twice(minutes: int, lost: int) -> None:
+    with running() as server:
+        clock = Clock(0.0)
+        store = Deaf(f"{server.url}?name=test", DEADLINE)
+        quotas = Quotas(store, Quota(), clock)
+        async with administrator(server) as desk:
+            await desk.limit(ALICE, "total-tokens=1k/month")
+            await quotas.start()
+            first, second = await admissions(quotas, 2)
+            store.deaf = True
+            quotas.settle(first, Usage(10, 0, 5))
+
+            async def used() -> bool:
+                return await desk.used(ALICE) == [15 + 10]
+
+            await until(used)
+            clock.now += 60 * minutes
+            with server.client() as client:
+                if clock.now > SETTLED_SECONDS:  # as Redis does then
+                    assert client.delete(f"{{warmpath:test}}:r:{first.id}")
+                client.delete(f"{{warmpath:test}}:r:{second.id}")  # which is lost, and never told
+            store.deaf = False
+            await until(lambda: not quotas.owed)
+            quotas.settle(second, Usage(10, 0, 7))
+            await until(lambda: not quotas.owed)
+            assert quotas.lost == lost
+            (use,) = (await store.uses(0)).values()
+            assert (use.requests, use.prompt_tokens, use.completion_tokens) == (2, 20, 12)
+        await quotas.close()

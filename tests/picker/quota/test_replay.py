@@ -94,11 +94,17 @@ def write(directory: Path, content: str) -> Path:
         '{"at": 1, "subject": "alice", "promptTokens": 1, "completionTokens": 1}',
         '{"at": 1, "subject": "tenant/a", "promptTokens": -1, "completionTokens": 1}',
         '{"at": 1, "subject": "tenant/a", "promptTokens": 1, "completionTokens": 1, "x": 1}',
+        '{"at": 1e12, "subject": "tenant/a", "promptTokens": 1, "completionTokens": 1}',
+        '{"at": -1e300, "subject": "tenant/a", "promptTokens": 1, "completionTokens": 1}',
+        '{"at": 1, "seconds": 1e12, "subject": "tenant/a", "promptTokens": 1,'
+        ' "completionTokens": 1}',
     ],
 )
 def test_a_line_that_cannot_be_is_told_with_its_place(tmp_path: Path, line: str) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(f"\n{line}\n")
     url = f"sqlite://{tmp_path}/quota.db"
-    told = Terminal(url, ("--store", url))("simulate", str(log), code=2).stderr
+    terminal = Terminal(url, ("--store", url))
+    terminal("set", "tenant/a", "requests=5/month")
+    told = terminal("simulate", str(log), code=2).stderr
     assert f"{log}:2: " in told

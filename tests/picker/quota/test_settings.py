@@ -69,8 +69,9 @@ quota:
     ],
 )
 def test_a_wrong_setting_is_named(text: str, place: str) -> None:
-    with pytest.raises(ConfigError, match=place):
+    with pytest.raises(ConfigError, match=place) as told:
         config.parse(text, check=lambda found: check_settings(found.quota))
+    assert str(told.value).count(place) == 1
 
 
 @given(st.integers(0, MAX_AMOUNT))

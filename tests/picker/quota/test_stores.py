@@ -137,6 +137,42 @@ async def test_a_default_holds_for_each_tenant_by_itself(desk: Desk) -> None:
     assert named(refused, desk.plan("tenant/three")) == "org/all requests/day"
 
 
+async def test_a_tenant_with_something_of_its_own_has_the_defaults_too(desk: Desk) -> None:
+    grant = Grant("all", "requests/day", 1, START + 3600)
+    extra = Grant("own", "requests/day", 1, START + 3600)
+    everyone = Subject(limits=limits("requests=1/day", "concurrency=9"), grants=(grant,))
+    await desk.write(
+        {
+            "tenant/*": everyone,
+            ALICE: Subject(limits=(Limit("total-tokens", 5, "day", shadow=True),)),
+            "tenant/bob": Subject(limits=limits("requests=2/day"), grants=(extra,)),
+        }
+    )
+    for name, passing in ((ALICE, 2), ("tenant/bob", 4), ("tenant/carol", 2)):
+        for _ in range(passing):
+            await desk.granted(name, tokens(10))
+        refused = await desk.denied(name, tokens(10))
+        assert named(refused, desk.plan(name)) == f"{name} requests/day"
+    assert len(desk.plan(ALICE).checks) == 3
+
+
+async def test_an_end_or_a_block_of_all_is_one_of_each(desk: Desk) -> None:
+    await desk.write(
+        {
+            "tenant/*": Subject(expires=START + 60),
+            "team/*": Subject(blocked="audit"),
+            ALICE: Subject(limits=limits("requests=1/day"), expires=START + 3600),
+            "tenant/bob": Subject("team/search"),
+            "team/search": Subject(limits=limits("requests=1/day")),
+        }
+    )
+    assert desk.plan(ALICE).barred is None
+    assert desk.plan("tenant/bob").barred == ("team/search", "audit")
+    desk.clock.now += 60
+    for name in (ALICE, "tenant/bob", "tenant/carol"):
+        assert desk.plan(name).barred == (name, "expired")
+
+
 async def test_concurrency_is_what_is_open(desk: Desk) -> None:
     await desk.limit(ALICE, "concurrency=2")
     first = await desk.granted(ALICE, tokens(1))
@@ -297,6 +333,29 @@ async def test_shrinking_gives_back_and_keeps_open(desk: Desk) -> None:
     assert await desk.store.verify() == []
 
 
+async def test_a_renewed_reservation_holds_what_it_held(desk: Desk) -> None:
+    grant = Grant("g", "total-tokens/day", 50, START + 86400)
+    subject = Subject(limits=limits("total-tokens=100/day", "concurrency=1"), grants=(grant,))
+    await desk.write({ALICE: subject})
+    await desk.store.settle(await desk.granted(ALICE, tokens(60)), spent(60))
+    id = await desk.granted(ALICE, tokens(60), ttl=10.0)
+    for _ in range(500):  # for longer than counters that nobody needs are kept
+        desk.clock.now += 9
+        await desk.store.renew([id, "nobody's"], 10.0)
+    assert await desk.used(ALICE) == [100, 1]
+    (held,) = await desk.store.reservations()
+    assert (held.id, held.expires) == (id, desk.clock.now + 10)
+    assert sorted(line.amount for line in held.lines) == [1, 20, 40]
+    desk.clock.now += 10
+    assert await desk.used(ALICE) == [60, 0]
+    await desk.store.renew([id], 10.0)
+    assert await desk.used(ALICE) == [60, 0]
+    assert await desk.store.settle(id, spent(50))
+    await desk.store.renew([id], 10.0)
+    assert await desk.used(ALICE) == [110, 0]
+    assert await desk.store.verify() == []
+
+
 async def test_use_without_a_reservation_is_charged_once(desk: Desk) -> None:
     await desk.limit(ALICE, "total-tokens=1k/day", "total-tokens=1k/hour")
     start, end = desk.plan(ALICE).checks[0].calendar.span(desk.clock.now)  # type: ignore[union-attr]
@@ -398,7 +457,8 @@ async def test_changes_are_told_since_a_version(desk: Desk) -> None:
     assert (await desk.store.changes(seen)).records == {}
     await desk.store.write([Change(ALICE, desk.revision(ALICE), None)], [])
     await desk.store.write([Change("tenant/carol", 0, Subject(blocked="late"))], [])
-    version, records, complete = await desk.store.changes(seen)
+    version, records, complete, after = await desk.store.changes(seen)
+    assert not after
     assert version != seen and not complete
     assert records[ALICE] is None
     assert records["tenant/carol"].subject.blocked == "late"  # type: ignore[union-attr]

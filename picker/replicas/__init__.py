@@ -1,0 +1,1 @@
+"""Pickers of one pool that tell each other what only they know."""
