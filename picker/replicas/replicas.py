@@ -38,9 +38,7 @@ class Replicas:
         self.news = News(known, self.replica)
         self.told = Told(known, self.news, on_entry)
         self.peers = Peers(config.replicas, lambda address: Peer(address, hello, secret, self.told))
-        self.server = ReplicaServer(
-            self.news, known.pool.name, secret, listen.host, listen.replica
-        )
+        self.server = ReplicaServer(self.news, known.pool.name, secret, listen.host, listen.replica)
 
     async def start(self) -> None:
         """Follow the others."""
