@@ -10,7 +10,6 @@ from picker.config import (
     EndpointSpec,
     Flow,
     Listen,
-    PoolSection,
     Prefix,
     ReplicasSection,
 )
