@@ -139,7 +139,7 @@ class SQLiteStore:
             )
             return self._revision, whole, rows.fetchall()
 
-        now, whole, rows = await self._do(work, READ_SECONDS)
+        now, whole, rows = await self._do_long(work, READ_SECONDS)
         following = f"{rows[-1][1]} {rows[-1][0]}" if len(rows) == PAGE else ""
         return Changes(str(now), dict(map(_record, rows)), whole, following)
 
@@ -276,37 +276,37 @@ class SQLiteStore:
 
     # On the event loop
 
-    async def _do(self, work: Callable[[], T], least: float = 0.0) -> T:
-        """What work in the thread returns.
-
-        Raises:
-            StoreDown: not in time, for which `least` seconds are given at least.
-        """
-        if not self._thread.is_alive():
-            raise StoreDown(f"{self._path} is closed")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._work.put((work, future))
-        if least <= self._patience:
-            self._watch_over(future, loop)
-            return await future
-        try:
-            async with asyncio.timeout(least):
-                return await future
-        except TimeoutError:
-            raise self._too_late() from None
-
-    def _watch_over(self, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-        """See that it does not wait for too long. One timer is cheaper than one for each."""
-        waiting = self._waiting
+    async def _do(self, work: Callable[[], T]) -> T:
+        """What work in the thread returns. Raises StoreDown: not in time."""
+        future = self._ask(work)
+        loop, waiting = future.get_loop(), self._waiting
         while waiting and waiting[0][0].done():
             waiting.popleft()
         waiting.append((future, loop.time()))
         if self._watch is None:
             self._watch = loop.call_later(self._patience, self._give_up)
+        return await future
+
+    async def _do_long(self, work: Callable[[], T], seconds: float) -> T:
+        """As `_do`, for work that may take so long."""
+        try:
+            async with asyncio.timeout(max(self._patience, seconds)):
+                return await self._ask(work)
+        except TimeoutError:
+            raise self._late() from None
+
+    def _ask(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        if not self._thread.is_alive():
+            raise StoreDown(f"{self._path} is closed")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._work.put((work, future))
+        return future
+
+    def _late(self) -> StoreDown:
+        return StoreDown(f"{self._path} did not answer in time")
 
     def _give_up(self) -> None:
-        """Tell who has waited for too long."""
+        """Who has waited for too long is told so. One timer is cheaper than one for each."""
         self._watch = None
         loop, waiting = asyncio.get_running_loop(), self._waiting
         while waiting:
@@ -317,10 +317,7 @@ class SQLiteStore:
                 return
             waiting.popleft()
             if not future.done():
-                future.set_exception(self._too_late())
-
-    def _too_late(self) -> StoreDown:
-        return StoreDown(f"{self._path} did not answer in time")
+                future.set_exception(self._late())
 
     # In the thread
 

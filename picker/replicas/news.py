@@ -16,7 +16,7 @@ import numpy as np
 from picker.pool import Endpoint
 from picker.prefix.table import Keys
 from picker.replicas import replica_pb2 as pb
-from picker.replicas.known import Known, incarnation
+from picker.replicas.known import Known
 from picker.replicas.outbox import Outbox
 from picker.replicas.totals import Totals, Who
 
@@ -303,7 +303,7 @@ class News:
 
 
 def _pod(endpoint: Endpoint) -> pb.Pod:
-    return pb.Pod(address=endpoint.address, incarnation=incarnation(endpoint))
+    return pb.Pod(address=endpoint.address, incarnation=endpoint.incarnation)
 
 
 def keys_of(chain: bytes) -> Keys:
