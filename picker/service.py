@@ -14,7 +14,7 @@ from picker.admin import AdminServer, Views
 from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
 from picker.director import Director
 from picker.discovery import EndpointDiscovery
-from picker.gate import Gate
+from picker.gate import Gate, needs_gate
 from picker.health import Health, HealthServer
 from picker.journal import Journal
 from picker.kubernetes import settings as kubernetes
@@ -87,7 +87,7 @@ class Service:
         self._prefix: PrefixProducer = self._events or self._prompts
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
-        if config.quota.enabled or config.flow.enabled or config.identity.tells:
+        if needs_gate(config):
             self._gate = Gate(config, self._pool, self._load)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
