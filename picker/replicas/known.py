@@ -28,14 +28,9 @@ class Known:
     def find(self, pod: Any) -> Endpoint | None:
         """The endpoint that a message `Pod` means, if it is in our pool."""
         endpoint = self.pool.endpoints.get(pod.address)
-        if endpoint is None or not same(pod.incarnation, incarnation(endpoint)):
+        if endpoint is None or not same(pod.incarnation, endpoint.incarnation):
             return None
         return endpoint
-
-
-def incarnation(endpoint: Endpoint) -> str:
-    """Which pod an endpoint is of those that had its address; empty where nobody tells."""
-    return str(getattr(endpoint, "incarnation", ""))
 
 
 def same(one: str, other: str) -> bool:

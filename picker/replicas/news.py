@@ -16,7 +16,7 @@ import numpy as np
 from picker.pool import Endpoint
 from picker.prefix.table import Keys
 from picker.replicas import replica_pb2 as pb
-from picker.replicas.known import Known, incarnation
+from picker.replicas.known import Known
 from picker.replicas.outbox import Outbox
 from picker.replicas.totals import Totals, Who
 
@@ -194,8 +194,10 @@ class News:
 
     def _changes(self) -> pb.Update:
         update = self._update()
+        at = self._known.pool.endpoints
         for endpoint in self._loads:
-            self._add_load(update, endpoint)
+            if at.get(endpoint.address, endpoint) is endpoint:  # else its successor tells
+                self._add_load(update, endpoint)
         for endpoint, chains in self._chains.items():
             self._add_chains(update, endpoint, chains)
         for (endpoint, tail), chains in self._tails.items():
@@ -303,7 +305,7 @@ class News:
 
 
 def _pod(endpoint: Endpoint) -> pb.Pod:
-    return pb.Pod(address=endpoint.address, incarnation=incarnation(endpoint))
+    return pb.Pod(address=endpoint.address, incarnation=endpoint.incarnation)
 
 
 def keys_of(chain: bytes) -> Keys:

@@ -33,13 +33,13 @@ class Replicas:
             on_entry: takes entries of Envoy's access log that another picker got, about ours.
         """
         self.replica = secrets.randbits(63) + 1
-        hello = pb.Hello(replica=self.replica, pool=config.pool.name)
+        hello = pb.Hello(replica=self.replica, pool=known.pool.name)
         listen = config.listen
         self.news = News(known, self.replica)
         self.told = Told(known, self.news, on_entry)
         self.peers = Peers(config.replicas, lambda address: Peer(address, hello, secret, self.told))
         self.server = ReplicaServer(
-            self.news, config.pool.name, secret, listen.host, listen.replica
+            self.news, known.pool.name, secret, listen.host, listen.replica
         )
 
     async def start(self) -> None:

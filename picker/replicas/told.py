@@ -18,7 +18,7 @@ from picker.elsewhere import Share
 from picker.objectives import MOST
 from picker.pool import MAX_ENDPOINTS, Endpoint
 from picker.replicas import replica_pb2 as pb
-from picker.replicas.known import Known, incarnation, same
+from picker.replicas.known import Known, same
 from picker.replicas.news import News, keys_of
 from picker.replicas.totals import MAX_TENANTS, Who
 from picker.sessions import Stamp
@@ -134,7 +134,7 @@ class Told:
     def added(self, endpoint: Endpoint) -> None:
         for number, replica in self._replicas.items():
             load = replica.loads.get(endpoint.address)
-            if load is not None and same(load.incarnation, incarnation(endpoint)):
+            if load is not None and same(load.incarnation, endpoint.incarnation):
                 self._known.load.told_elsewhere(endpoint, number, load.share)
 
     def removed(self, endpoint: Endpoint) -> None:

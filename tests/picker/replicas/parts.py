@@ -10,7 +10,6 @@ from picker.config import (
     EndpointSpec,
     Flow,
     Listen,
-    PoolSection,
     Prefix,
     ReplicasSection,
 )
@@ -153,9 +152,9 @@ class Node:
     ) -> None:
         """`port`, `peers`: of listen.replica."""
         self.picker = Picker(0)
+        self.picker.pool.name = pool
         config = Config(
             listen=Listen(replica=port),
-            pool=PoolSection(name=pool),
             replicas=ReplicasSection(
                 peers=[f"127.0.0.1:{peer}" for peer in peers], service=service
             ),

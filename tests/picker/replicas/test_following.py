@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -147,6 +148,28 @@ async def test_pickers_are_found_behind_a_name():
     (port,) = free_ports(1)
     async with Node(port, []), Node(0, [], service=f"localhost:{port}") as two:
         await until(lambda: any(two.connected))
+
+
+async def test_a_name_that_cannot_be_one_keeps_nobody_waiting(caplog):
+    async with Node(0, [], service="two..dots:1") as one:
+        await one.replicas.first_round()
+        assert "two..dots is not found" in caplog.text
+
+
+async def test_a_fault_of_ours_does_not_end_the_hearing(caplog):
+    ports = free_ports(2)
+    async with Node(ports[0], []) as one, Node(ports[1], ports[:1]) as two:
+        apply, faults = two.replicas.told.apply, iter([KeyError("x")])
+
+        def faulty(update: pb.Update) -> Iterator[None]:
+            for fault in faults:
+                raise fault
+            return apply(update)
+
+        two.replicas.told.apply = faulty
+        one.picker.pick(A, 5)
+        await until(lambda: two.picker.loads()[A] == (1, 5))
+    assert "KeyError" in caplog.text
 
 
 async def test_a_follower_that_falls_behind_is_told_all_anew(monkeypatch):
