@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from picker.config import ReplicasSection
+from picker.config import Config, ReplicasSection
 from picker.replicas import outbox
 from picker.replicas import replica_pb2 as pb
 from picker.replicas.peers import check
 from picker.replicas.server import METHOD, metadata
+from picker.service import check_config, check_start
 from tests.picker.replicas.parts import ADDRESSES, Node, until
 from tests.worker.process import free_ports
 
@@ -260,3 +261,17 @@ def test_settings_that_cannot_be_are_refused(section, why):
     with pytest.raises(ValueError, match="replicas") as refused:
         check(ReplicasSection(**section))
     assert why in str(refused.value)
+
+
+def test_a_secret_that_cannot_be_read_refuses_a_start_but_no_change(tmp_path):
+    secret = tmp_path / "secret"
+    peers = ReplicasSection(peers=["10.0.0.1:1"], secret=str(secret))
+    config = Config(replicas=peers)
+    for content, why in ((None, "No such file"), (b"x" * 15, "must hold 16 to")):
+        if content is not None:
+            secret.write_bytes(content)
+        check_config(config)
+        with pytest.raises(ValueError, match=why):
+            check_start(config)
+    secret.write_bytes(SECRET)
+    check_start(config)
