@@ -67,7 +67,7 @@ class Views:
     metrics: PickerMetrics
     config: Callable[[], Config]  # the one in force
     not_ready: Callable[[], str | None]  # why no request is welcome; None when it is
-    replicas: Callable[[], Replicas | None] = lambda: None  # where there are other pickers
+    replicas: Replicas | None = None  # where there are other pickers
     gate: Gate | None = None  # where there are quotas or flow control
     reloads: Reloads = field(default_factory=Reloads)
     tls: ServerTls | None = None  # of the gRPC port, where it has it
@@ -150,7 +150,7 @@ class Pages:
             all_pages.append(self._views.cluster.leader.page())
         if self._kubernetes is not None:
             all_pages.append(self._kubernetes.page())
-        if (replicas := self._views.replicas()) is not None:
+        if (replicas := self._views.replicas) is not None:
             all_pages.append(ReplicaGauges(replicas).page())
         for pages in all_pages:
             for number, piece in enumerate(pages):
@@ -182,7 +182,7 @@ class Pages:
     async def state(self, request: web.Request) -> web.Response:
         """The pods as the picker sees them now. `null` is a number that a pod does not tell."""
         views = self._views
-        replicas = views.replicas()
+        replicas = views.replicas
         canonical = msgspec.json.encode(as_data(views.config()), order="deterministic")
         pods = []
         for address, endpoint in views.pool.endpoints.items():

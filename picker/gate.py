@@ -87,6 +87,11 @@ class Passage:
         return self.admission.estimate
 
 
+def needs_gate(config: Config) -> bool:
+    """Whether requests have anything to pass before their picks."""
+    return config.quota.enabled or config.flow.enabled or config.identity.tells
+
+
 class Gate:
     """Identity, quotas and flow control of one picker, those that are switched on.
 

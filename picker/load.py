@@ -377,9 +377,13 @@ class Load:
             self._objects = np.pad(self._objects, ((0, 0), (0, more)))
             self._pods += [_Pod() for _ in range(more)]
         self._clear(endpoint)
+        if self.on_change is not None:
+            self.on_change(endpoint)
 
     def removed(self, endpoint: Endpoint) -> None:
         self._clear(endpoint)
+        if self.on_change is not None:
+            self.on_change(endpoint)
 
     def _clear(self, endpoint: Endpoint) -> None:
         slot = endpoint.slot

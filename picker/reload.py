@@ -11,6 +11,7 @@ import msgspec
 
 from picker.config import Config
 from picker.exposition import Spec, write
+from picker.gate import needs_gate
 
 LIVE = {  # sections and keys that need no restart
     "pool.endpoints",
@@ -61,26 +62,37 @@ def in_force(old: Config, new: Config) -> tuple[Config, list[str]]:
     """What holds once a new configuration is taken over, and keys of it that wait for a restart."""
     changes: dict[str, Any] = {}
     waiting: list[str] = []
+    live = LIVE - _bound(old, new)
     for section in msgspec.structs.fields(old):
         before, after = getattr(old, section.name), getattr(new, section.name)
         if before == after:
             continue
-        if section.encode_name in LIVE:
+        if section.encode_name in live:
             changes[section.name] = after
-        elif not isinstance(before, msgspec.Struct):
+        elif section.encode_name in LIVE or not isinstance(before, msgspec.Struct):
             waiting.append(section.encode_name)
         else:
-            live: dict[str, Any] = {}
+            parts: dict[str, Any] = {}
             for part in msgspec.structs.fields(before):
                 value = getattr(after, part.name)
                 if getattr(before, part.name) != value:
                     key = f"{section.encode_name}.{part.encode_name}"
-                    if key in LIVE:
-                        live[part.name] = value
+                    if key in live:
+                        parts[part.name] = value
                     else:
                         waiting.append(key)
-            changes[section.name] = msgspec.structs.replace(before, **live)
+            changes[section.name] = msgspec.structs.replace(before, **parts)
     return msgspec.structs.replace(old, **changes), waiting
+
+
+def _bound(old: Config, new: Config) -> set[str]:
+    """Keys of LIVE that wait all the same, for another that has changed, too."""
+    keys = set()
+    if new.pool.kubernetes != old.pool.kubernetes:
+        keys.add("pool.endpoints")  # who turns to Kubernetes lists none: that must not empty a pool
+    if new.identity.tells and not needs_gate(old):
+        keys.add("identity")  # nobody is there yet to refuse requests
+    return keys
 
 
 @dataclass(slots=True)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
 
-from picker.access_log import AccessLogService
-from picker.admin import AdminServer, Views
-from picker.config import Config, EndpointSpec, PoolSection, Prefix, Rewrite
+from picker import optional
+from picker.admin import Views
+from picker.config import Config, EndpointSpec, PoolSection, Rewrite
 from picker.director import Director
-from picker.discovery import EndpointDiscovery
-from picker.gate import Gate
-from picker.health import Health, HealthServer
+from picker.flow import Flow
+from picker.gate import Gate, needs_gate
 from picker.journal import Journal
 from picker.kubernetes import settings as kubernetes
-from picker.lean import LeanServer
 from picker.load import Load
 from picker.metrics import PickerMetrics
 from picker.pool import Pool
@@ -29,37 +24,21 @@ from picker.quota.store import Store
 from picker.quota.stores import open_store
 from picker.reload import Reloads, in_force
 from picker.replicas.known import Known
+from picker.replicas.peers import check as check_replicas
 from picker.replicas.replicas import Replicas, is_one_of_many, read_secret
-from picker.replicas.replicas import check_settings as check_replicas
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
 from picker.scrape import Scraper
 from picker.scrape import check_settings as check_metrics
-from picker.server import LAST_WORDS_SECONDS, ExtProcServer
+from picker.server import LAST_WORDS_SECONDS
+from picker.servers import Ports, Servers
 from picker.sessions import Sessions
 from picker.tls import ServerTls
 from picker.tls import check_settings as check_tls
 
-if TYPE_CHECKING:
-    from picker.kubernetes.cluster import Cluster
-    from picker.kubernetes.follow import KubernetesPool
-    from picker.prefix.precise import EventsPrefix
-
 log = logging.getLogger(__name__)
 
 STARTING = "starting"  # not ready yet, and nothing is wrong
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """Where a service listens."""
-
-    grpc: int
-    http: int
-    health: int
-    admin: int
-    quota: int | None  # where there is a service to administer quotas
-    replica: int | None  # where there are other pickers
 
 
 class Service:
@@ -74,12 +53,12 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         check_tls(config.listen.tls)
-        check_replicas(config)
+        check_replicas(config.replicas)
         self.config = config
         kubernetes.check(config)
         self._pool = Pool(_pool_name(config))
         self._load = Load(self._pool, config.metrics.stale_after)
-        self._events = _events_prefix(self._pool, config.prefix)
+        self._events = optional.events_prefix(self._pool, config.prefix)
         if self._events is None:
             self._prompts = ApproximatePrefix(self._pool, config.prefix)
         else:
@@ -87,7 +66,7 @@ class Service:
         self._prefix: PrefixProducer = self._events or self._prompts
         self._scraper = Scraper(self._pool, self._load, config.metrics, self._prefix.resized)
         self._gate: Gate | None = None
-        if config.quota.enabled or config.flow.enabled or config.identity.tells:
+        if needs_gate(config):
             self._gate = Gate(config, self._pool, self._load)
         self._metrics = PickerMetrics()
         self._pool.listen(self._metrics)
@@ -112,10 +91,12 @@ class Service:
         self._pool.update(config.pool.endpoints)
         self.reloads = Reloads()
         self._cluster_rules: Sequence[Rewrite] = ()  # as Kubernetes has them
-        self._cluster = _cluster(config, self._tell)
-        self._kubernetes = _kubernetes_pool(config, self._pool, self._gate, self._take_rules)
+        self._cluster = optional.cluster(config, self._tell)
+        self._kubernetes = optional.kubernetes_pool(
+            config, self._pool, self._flow, self._take_rules
+        )
         self._not_ready: str | None = STARTING  # for a reason of our own
-        self._servers: _Servers | None = None
+        self._servers: Servers | None = None
         self._tls: ServerTls | None = None  # of the gRPC port, where it has it
         self._watching: asyncio.Task[None] | None = None  # its files
         self._store: Store | None = None  # of quotas
@@ -143,8 +124,11 @@ class Service:
     @property
     def waiting(self) -> int:
         """Requests in the queue of flow control."""
-        flow = None if self._gate is None else self._gate.flow
-        return 0 if flow is None else flow.waiting
+        return 0 if self._flow is None else self._flow.waiting
+
+    @property
+    def _flow(self) -> Flow | None:
+        return None if self._gate is None else self._gate.flow
 
     async def start(self) -> Ports:
         """Listen and look at the pods. The service answers now, but is not ready yet, and its
@@ -163,22 +147,18 @@ class Service:
         if listen.tls.mode != "off":
             self._tls = ServerTls(listen)
             self._watching = asyncio.create_task(self._tls.watch())
-        self._servers = servers = _Servers(
+        self._replicas = self._make_replicas()
+        self._servers = Servers(
             self.director,
             self.config,
             self._pool,
             self._views(),
-            self._tls,
             still=lambda: self.not_ready is None,
+            tls=self._tls,
+            quota=self._quota_admin(),
+            replicas=self._replicas,
         )
-        ports = Ports(
-            grpc=await _listen(servers.ext_proc, listen.host, listen.grpc, "grpc"),
-            http=await _listen(servers.lean, listen.host, listen.http, "http"),
-            health=await _listen(servers.health_server, listen.host, listen.health, "health"),
-            admin=await _listen(servers.admin, listen.host, listen.admin, "admin"),
-            quota=await self._start_quota_admin(servers),
-            replica=await self._join(servers),
-        )
+        ports = await self._servers.start()
         await self._prefix.start()
         if self._replicas is not None:
             await self._replicas.start()
@@ -312,23 +292,14 @@ class Service:
         self._cluster_rules = rules
         self.rewrites.update([*self.config.rewrites, *rules])
 
-    async def _start_quota_admin(self, servers: _Servers) -> int | None:
-        """Let the configured administer quotas. Returns the port."""
-        quota, listen = self.config.quota, self.config.listen
-        if not quota.admin.tokens:
+    def _make_replicas(self) -> Replicas | None:
+        """Our part among the pickers of the pool, where there are others."""
+        if not is_one_of_many(self.config.replicas):
             return None
-        servers.quota = QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
-        return await _listen(servers.quota, listen.host, listen.quota, "quota")
-
-    async def _join(self, servers: _Servers) -> int | None:
-        """Let other pickers follow us, where there are any. Returns the port."""
-        config = self.config
-        if not is_one_of_many(config):
-            return None
-        secret = read_secret(config)
+        secret = read_secret(self.config.replicas)
         naming = 0
         if self._events is not None and secret:
-            from picker.prefix import keys
+            from picker.prefix import keys  # its package need not be installed
 
             naming = keys.share(secret)
         known = Known(
@@ -336,14 +307,23 @@ class Service:
             self._load,
             self._prompts,
             self._sessions,
-            None if self._gate is None else self._gate.flow,
+            self._flow,
             None if self._events is None else self._events.index,
             naming,
         )
-        self._replicas = replicas = Replicas(config, known, secret, servers.access_log.handed)
-        servers.access_log.others = replicas.news
-        servers.lean.owner = f"{replicas.replica:016x}"
-        return await _listen(replicas.server, config.listen.host, config.listen.replica, "replica")
+        return Replicas(self.config, known, secret, self._handed)
+
+    def _handed(self, entry: bytes) -> None:
+        """Another picker got an entry of Envoy's access log that is ours."""
+        assert self._servers is not None, "listening"
+        self._servers.access_log.handed(entry)
+
+    def _quota_admin(self) -> QuotaAdminServer | None:
+        """Lets the configured administer quotas."""
+        quota, listen = self.config.quota, self.config.listen
+        if not quota.admin.tokens:
+            return None
+        return QuotaAdminServer(self._quota_store(), quota, listen.host, listen.quota)
 
     def _quota_store(self) -> Store:
         """The one store: requests and administrators meet there."""
@@ -361,7 +341,7 @@ class Service:
             metrics=self._metrics,
             config=lambda: self.config,
             not_ready=lambda: self.not_ready,
-            replicas=lambda: self._replicas,
+            replicas=self._replicas,
             gate=self._gate,
             tls=self._tls,
             reloads=self.reloads,
@@ -370,113 +350,10 @@ class Service:
         )
 
 
-def _cluster(config: Config, on_change: Callable[[], None]) -> Cluster | None:
-    """Whom to ask in Kubernetes besides the pool; None: nobody."""
-    wanted = {
-        "leaderElection": config.leader_election.enabled,
-        "listen.metricsAuth": config.listen.metrics_auth == "tokenReview",
-    }
-    if not any(wanted.values()):
-        return None
-    try:
-        from picker.kubernetes.cluster import Cluster  # its package need not be installed
-    except ModuleNotFoundError as missing:
-        key = next(key for key, is_wanted in wanted.items() if is_wanted)
-        raise ValueError(
-            f"{key} needs the Python package {missing.name}: pip install 'warmpath[kubernetes]'"
-        ) from missing
-    return Cluster(config, on_change)
-
-
 def _pool_name(config: Config) -> str:
     """As set; unless that is, the InferencePool's."""
     is_set = config.pool.name != PoolSection().name
     return config.pool.name if is_set else config.pool.kubernetes.pool or config.pool.name
-
-
-def _kubernetes_pool(
-    config: Config,
-    pool: Pool,
-    gate: Gate | None,
-    take_rules: Callable[[Sequence[Rewrite]], None],
-) -> KubernetesPool | None:
-    """What keeps the pool as Kubernetes has it; None: that is not wanted."""
-    if not kubernetes.is_used(config):
-        return None
-    try:
-        from picker.kubernetes.follow import KubernetesPool  # its package need not be installed
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"pool.kubernetes needs the Python package {missing.name}: "
-            "pip install 'warmpath[kubernetes]'"
-        ) from missing
-    flow = None if gate is None else gate.flow
-    take_priorities = None if flow is None else flow.objectives.update
-    return KubernetesPool(config, pool, on_priorities=take_priorities, on_rules=take_rules)
-
-
-def _events_prefix(pool: Pool, settings: Prefix) -> EventsPrefix | None:
-    """What tells which pod holds a prompt's prefix by KV events; None: that is not wanted."""
-    if settings.mode != "events":
-        return None
-    try:
-        from picker.prefix.precise import EventsPrefix  # its packages need not be installed
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"prefix.mode: events need the Python package {missing.name}: "
-            "pip install 'warmpath[events]'"
-        ) from missing
-    return EventsPrefix(pool, settings)
-
-
-class _Servers:
-    """All that listens."""
-
-    def __init__(
-        self,
-        director: Director,
-        config: Config,
-        pool: Pool,
-        views: Views,
-        tls: ServerTls | None,
-        still: Callable[[], bool],
-    ) -> None:
-        """`still`: whether the service is ready, now."""
-        credentials = None if tls is None else tls.credentials
-        self.ext_proc = ExtProcServer(director, config, credentials)
-        self.lean = LeanServer(director, config)
-        self.access_log = AccessLogService(self.lean.tickets)
-        self.access_log.add_to(self.ext_proc.server)
-        EndpointDiscovery(pool).add_to(self.ext_proc.server)
-        self.health = Health(still)
-        self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
-        self.health_server = HealthServer(self.health, config.listen.host, config.listen.health)
-        self.admin = AdminServer(views, config.listen.host, config.listen.admin)
-        self.quota: QuotaAdminServer | None = None
-
-    async def stop(self) -> None:
-        """In the order in which nobody is asked who is gone; the admin pages last."""
-        await self.lean.stop()
-        await self.ext_proc.stop()
-        await self.health_server.stop()
-        if self.quota is not None:
-            await self.quota.stop()
-        await self.admin.stop()
-
-
-class _Startable(Protocol):
-    async def start(self) -> int: ...
-
-
-async def _listen(server: _Startable, host: str, port: int, key: str) -> int:
-    """Start a server; an error names the key that would move it elsewhere."""
-    try:
-        return await server.start()
-    except OSError as problem:
-        why = os.strerror(problem.errno) if problem.errno else "it is taken, or not this machine's"
-        raise OSError(
-            problem.errno, f"cannot listen on {host}, port {port} (listen.{key}): {why}"
-        ) from problem
 
 
 def check_config(config: Config) -> None:
@@ -492,3 +369,5 @@ def check_start(config: Config) -> None:
     check_config(config)
     if config.listen.tls.mode != "off":
         ServerTls(config.listen)
+    if is_one_of_many(config.replicas):
+        read_secret(config.replicas)

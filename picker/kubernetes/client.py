@@ -27,7 +27,6 @@ from picker.kubernetes.resource import Resource
 TIMEOUT = 30.0  # seconds for a whole answer
 CONNECT_TIMEOUT = 10.0
 MAX_ANSWER = 64 << 20  # bytes
-MAX_KUBECONFIG = 1 << 20
 RENEW_SECONDS = 10.0  # between two readings of credentials that were refused
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "default"

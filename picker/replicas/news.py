@@ -194,8 +194,10 @@ class News:
 
     def _changes(self) -> pb.Update:
         update = self._update()
+        at = self._known.pool.endpoints
         for endpoint in self._loads:
-            self._add_load(update, endpoint)
+            if at.get(endpoint.address, endpoint) is endpoint:  # else its successor tells
+                self._add_load(update, endpoint)
         for endpoint, chains in self._chains.items():
             self._add_chains(update, endpoint, chains)
         for (endpoint, tail), chains in self._tails.items():

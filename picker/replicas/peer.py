@@ -60,6 +60,10 @@ class Peer:
                     self._lost("it sends what is no update")
                 except TimeoutError:
                     self._lost(f"nothing came for {SILENT_SECONDS:g} s")
+                except Exception as fault:  # of our own: it must not end this in silence
+                    if self.error is None:
+                        log.exception("What the picker at %s tells cannot be used", self.address)
+                    self._lost(f"{type(fault).__name__}: {fault}")
                 self.tried.set()
                 pause = FIRST_PAUSE if self.connected else min(2 * pause, LONGEST_PAUSE)
                 self.connected = False

@@ -106,9 +106,9 @@ class Peers:
                 found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 self.set({_join(str(address[0]), port) for *_, address in found})
                 self._unknown = False
-            except OSError as problem:  # those that were found last are kept
+            except (OSError, UnicodeError) as problem:  # those that were found last are kept
                 if not self._unknown:
-                    log.warning("replicas.service: %s is not found: %s", name, problem.strerror)
+                    log.warning("replicas.service: %s is not found: %s", name, problem)
                 self._unknown = True
             self._looked.set()
             await asyncio.sleep(LOOK_SECONDS)

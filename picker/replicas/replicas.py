@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from picker.config import Config
+from picker.config import Config, ReplicasSection
 from picker.replicas import replica_pb2 as pb
 from picker.replicas.known import Known
 from picker.replicas.news import News
 from picker.replicas.peer import Peer
-from picker.replicas.peers import Peers, check
+from picker.replicas.peers import Peers
 from picker.replicas.server import ReplicaServer
 from picker.replicas.told import Told
 
@@ -71,27 +71,20 @@ class Replicas:
         }
 
 
-def is_one_of_many(config: Config) -> bool:
+def is_one_of_many(settings: ReplicasSection) -> bool:
     """Whether there are to be other pickers."""
-    return bool(config.replicas.peers or config.replicas.service)
+    return bool(settings.peers or settings.service)
 
 
-def check_settings(config: Config) -> None:
-    """Raises ValueError for settings that cannot be."""
-    check(config.replicas)
-    if is_one_of_many(config):
-        read_secret(config)
-
-
-def read_secret(config: Config) -> bytes:
+def read_secret(settings: ReplicasSection) -> bytes:
     """What only the pickers of the pool know; empty where that is nothing.
 
     Raises:
         ValueError: the file cannot be used.
     """
-    if not config.replicas.secret:
+    if not settings.secret:
         return b""
-    path = Path(config.replicas.secret)
+    path = Path(settings.secret)
     try:
         with path.open("rb") as file:
             secret = file.read(MOST_SECRET + 1).strip()

@@ -318,3 +318,21 @@ def test_what_is_in_force_is_named_key_by_key() -> None:
         "maxBody",
     ]
     assert in_force(old, old) == (old, [])
+
+
+def test_who_turns_to_kubernetes_keeps_the_endpoints_until_a_restart() -> None:
+    old = parse("pool: {endpoints: [{address: '1.2.3.4:5'}]}")
+    config, waiting = in_force(old, parse("pool: {kubernetes: {pool: demo}, ignoreSubset: true}"))
+    assert config.pool.endpoints == old.pool.endpoints
+    assert config.pool.ignore_subset
+    assert waiting == ["pool.endpoints", "pool.kubernetes"]
+
+
+def test_callers_are_refused_from_a_restart_on_where_nobody_asked_who_they_are() -> None:
+    required = parse("identity: {required: true}\nmodels: [m]")
+    config, waiting = in_force(parse(""), required)
+    assert (config.identity.required, config.models) == (False, ["m"])
+    assert waiting == ["identity"]
+    for asking in ("flow: {enabled: true}", "identity: {required: true, default: x}"):
+        config, _ = in_force(parse(asking), required)
+        assert config.identity == required.identity

@@ -26,7 +26,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from picker.commands.pick import pick
 from picker.config import Config, load, parse
 from picker.running import watch
-from picker.service import Ports, Service
+from picker.servers import Ports
+from picker.service import Service
 from tests.picker.core import completion
 
 DEADLINE = 30.0  # seconds, on a busy machine

@@ -22,7 +22,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from picker import tls
 from picker.certificate import self_signed
 from picker.config import Config, Listen, Tls, parse
-from picker.service import Ports, check_start
+from picker.servers import Ports
+from picker.service import check_start
 from picker.tls import ServerTls
 from tests.picker.authority import DAY, Authority, serial
 from tests.picker.test_service import (

@@ -21,7 +21,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from picker.config import LeaderElection, parse
 from picker.kubernetes.leader import check_settings
-from picker.service import Ports, Service
+from picker.servers import Ports
+from picker.service import Service
 from tests.kubernetes_api import KubernetesApi, running_kubernetes
 from tests.kubernetes_objects import inference_pool
 from tests.picker.kubernetes.test_process import text_for

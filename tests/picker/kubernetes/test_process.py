@@ -218,8 +218,8 @@ async def test_a_reload_neither_empties_the_pool_nor_ends_the_watch(caplog):
         apply_pods(api, a=address)
         config = parse(text_for(api))
         async with running(config) as (service, _):
-            service.reload(parse(text_for(api, more="models: [m]")))
-            assert "only a restart applies it: models" in caplog.text
+            service.reload(parse(text_for(api, more="usage: false")))
+            assert "only a restart applies it: usage" in caplog.text
             service.reload(parse(f"pool: {{endpoints: [{{address: '{address}'}}]}}"))
             assert "pool.endpoints, pool.kubernetes" in caplog.text
             assert service.num_endpoints == 1

@@ -49,7 +49,7 @@ def test_a_pool_or_a_selector_says_which_pods(text):
         ),
         ("namespace: prod", "needs the name of an InferencePool as pool.kubernetes.pool, or"),
         ("targetPorts: [8000]", "needs the name of an InferencePool"),
-        ("pool: Demo", "w.yaml:3: pool.kubernetes.pool: pool.kubernetes.pool: 'Demo' cannot be"),
+        ("pool: Demo", "w.yaml:3: pool.kubernetes.pool: 'Demo' cannot be"),
         ("pool: demo\n    namespace: a/b", "pool.kubernetes.namespace: 'a/b' cannot be a name"),
         ("pool: demo\n    selector: {a: b}", "w.yaml:4: pool.kubernetes.selector: 'selector' and"),
         ("pool: demo\n    targetPorts: [80]", "leave out them or pool.kubernetes.pool"),

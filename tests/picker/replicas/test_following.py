@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
 
-from picker.config import ReplicasSection
+from picker.config import Config, ReplicasSection
 from picker.replicas import outbox
 from picker.replicas import replica_pb2 as pb
 from picker.replicas.peers import check
 from picker.replicas.server import METHOD, metadata
+from picker.service import check_config, check_start
 from tests.picker.replicas.parts import ADDRESSES, Node, until
 from tests.worker.process import free_ports
 
@@ -149,6 +151,28 @@ async def test_pickers_are_found_behind_a_name():
         await until(lambda: any(two.connected))
 
 
+async def test_a_name_that_cannot_be_one_keeps_nobody_waiting(caplog):
+    async with Node(0, [], service="two..dots:1") as one:
+        await one.replicas.first_round()
+        assert "two..dots is not found" in caplog.text
+
+
+async def test_a_fault_of_ours_does_not_end_the_hearing(caplog):
+    ports = free_ports(2)
+    async with Node(ports[0], []) as one, Node(ports[1], ports[:1]) as two:
+        apply, faults = two.replicas.told.apply, iter([KeyError("x")])
+
+        def faulty(update: pb.Update) -> Iterator[None]:
+            for fault in faults:
+                raise fault
+            return apply(update)
+
+        two.replicas.told.apply = faulty
+        one.picker.pick(A, 5)
+        await until(lambda: two.picker.loads()[A] == (1, 5))
+    assert "KeyError" in caplog.text
+
+
 async def test_a_follower_that_falls_behind_is_told_all_anew(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 1)
     monkeypatch.setattr(outbox.Outbox.__init__, "__defaults__", (1 << 16,))
@@ -237,3 +261,17 @@ def test_settings_that_cannot_be_are_refused(section, why):
     with pytest.raises(ValueError, match="replicas") as refused:
         check(ReplicasSection(**section))
     assert why in str(refused.value)
+
+
+def test_a_secret_that_cannot_be_read_refuses_a_start_but_no_change(tmp_path):
+    secret = tmp_path / "secret"
+    peers = ReplicasSection(peers=["10.0.0.1:1"], secret=str(secret))
+    config = Config(replicas=peers)
+    for content, why in ((None, "No such file"), (b"x" * 15, "must hold 16 to")):
+        if content is not None:
+            secret.write_bytes(content)
+        check_config(config)
+        with pytest.raises(ValueError, match=why):
+            check_start(config)
+    secret.write_bytes(SECRET)
+    check_start(config)

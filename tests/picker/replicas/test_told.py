@@ -77,6 +77,32 @@ async def test_a_pod_that_comes_later_has_what_was_told_of_it_before():
     assert two.loads()[A] == (0, 0)
 
 
+async def test_a_pod_that_leaves_takes_along_what_was_told_of_it():
+    one, outbox, two = await pair()
+    one.pick(A, 10)
+    tell(one, outbox, two)
+    for picker in (one, two):  # as when it is not ready for a while
+        picker.set_pool([B, C])
+    for picker in (one, two):
+        picker.set_pool([A, B, C])
+    tell(one, outbox, two)
+    assert two.loads()[A] == (0, 0)
+    one.pick(A, 10)
+    tell(one, outbox, two)
+    one.set_pool([B, C])  # the other still has it
+    tell(one, outbox, two)
+    assert two.loads()[A] == (0, 0)
+
+
+async def test_of_two_pods_at_one_address_the_later_one_is_told():
+    one, outbox, two = await pair()
+    one.pick(A, 10)
+    one.pool.restarted(one[A])
+    one.pick(A, 20)
+    tell(one, outbox, two)
+    assert two.loads()[A] == (1, 20)
+
+
 async def test_nonsense_is_passed_over():
     _, _, two = await pair()
     pod = pb.Pod(address=A)
