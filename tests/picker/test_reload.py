@@ -326,13 +326,3 @@ def test_who_turns_to_kubernetes_keeps_the_endpoints_until_a_restart() -> None:
     assert config.pool.endpoints == old.pool.endpoints
     assert config.pool.ignore_subset
     assert waiting == ["pool.endpoints", "pool.kubernetes"]
-
-
-def test_callers_are_refused_from_a_restart_on_where_nobody_asked_who_they_are() -> None:
-    required = parse("identity: {required: true}\nmodels: [m]")
-    config, waiting = in_force(parse(""), required)
-    assert (config.identity.required, config.models) == (False, ["m"])
-    assert waiting == ["identity"]
-    for asking in ("flow: {enabled: true}", "identity: {required: true, default: x}"):
-        config, _ = in_force(parse(asking), required)
-        assert config.identity == required.identity
