@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from picker.config import converted
+from picker.convert import converted
 from picker.document import ConfigError, Document, Place, nearest, shown
 from picker.reference.data import DATA
 from picker.reference.filters import FILTERS, PICKERS, Concurrency, Utilization
