@@ -12,7 +12,7 @@ import pytest
 from picker.config import Config, ReplicasSection
 from picker.replicas import outbox
 from picker.replicas import replica_pb2 as pb
-from picker.replicas.peers import check
+from picker.replicas.peers import check_settings
 from picker.replicas.server import METHOD, metadata
 from picker.service import check_config, check_start
 from tests.picker.replicas.parts import ADDRESSES, Node, until
@@ -259,7 +259,7 @@ async def test_what_is_no_update_changes_nothing_and_is_asked_for_again(message)
 )
 def test_settings_that_cannot_be_are_refused(section, why):
     with pytest.raises(ValueError, match="replicas") as refused:
-        check(ReplicasSection(**section))
+        check_settings(ReplicasSection(**section))
     assert why in str(refused.value)
 
 
