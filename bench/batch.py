@@ -39,6 +39,7 @@ class Batch:
         self._stepped = stepped
         self._steps = 0  # since the last request was taken
         self._busy = False
+        self.steps_between_tries = STEPS_BETWEEN_TRIES
         self.watch: Callable[[], object] = lambda: None  # called after each step, too
         self.running: list[Job] = []
         self.generated = 0  # output tokens, ever
@@ -57,7 +58,7 @@ class Batch:
 
     def _step(self) -> None:
         new: list[Job] = []
-        if not self.running or self._steps >= STEPS_BETWEEN_TRIES:
+        if not self.running or self._steps >= self.steps_between_tries:
             new = self._take()
         if new:
             self._steps = 0

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from bench.batch import POOL, Batch
+from bench.batch import POOL, STEPS_BETWEEN_TRIES, Batch
 from bench.loop import VirtualLoop
 from bench.report import spread, write
 from bench.tenants import WORKLOADS, Job, Workload, measure, name
@@ -269,10 +269,16 @@ class Gaps:
                     self.greatest = max(self.greatest, most - least)
 
 
-def simulate(policy: str, workload: Workload, seed: int) -> dict[str, Any]:
-    """One run: the paper's measures, and the greatest gap beside twice its bound."""
+def simulate(
+    policy: str, workload: Workload, seed: int, steps: int = STEPS_BETWEEN_TRIES
+) -> dict[str, Any]:
+    """One run: the paper's measures, and the greatest gap beside twice its bound.
+
+    `steps`: of the engine, after which it looks for new requests.
+    """
     loop = VirtualLoop()
     served = POLICIES[policy](loop, workload)
+    served.batch.steps_between_tries = steps
     weights = [workload.weights.get(name(client), 1.0) for client in range(len(workload.clients))]
     gaps = Gaps(weights)
     jobs = workload.jobs(seed)
@@ -375,6 +381,13 @@ def show(workload: str, policy: str, result: dict[str, Any]) -> None:
 @click.option("--workload", "names", type=click.Choice(list(WORKLOADS)), multiple=True)
 @click.option("--policy", "policies", type=click.Choice(list(POLICIES)), multiple=True)
 @click.option("--seed", type=int, default=42, show_default=True)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=STEPS_BETWEEN_TRIES,
+    show_default=True,
+    help="Of the engine, after which it looks for new requests.",
+)
 @click.option("--tenants", type=click.IntRange(1), default=10_000, show_default=True)
 @click.option("--waiting", type=click.IntRange(1), default=100_000, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Where to write results.")
@@ -382,6 +395,7 @@ def main(
     names: tuple[str, ...],
     policies: tuple[str, ...],
     seed: int,
+    steps: int,
     tenants: int,
     waiting: int,
     path: Path | None,
@@ -392,12 +406,12 @@ def main(
         f" {'gap':>7} {'bound':>7} {'tok/s':>6}   seconds to the first token\n"
         f"  {'':20} {'':24} {'most':>7} {'mean':>7} {'variance':>8}"
     )
-    results: dict[str, Any] = {"bound": U, "workloads": {}}
+    results: dict[str, Any] = {"bound": U, "steps between tries": steps, "workloads": {}}
     for workload in names or WORKLOADS:
         click.echo(workload)
         runs = results["workloads"][workload] = {}
         for policy in policies or POLICIES:
-            result = runs[policy] = simulate(policy, WORKLOADS[workload], seed)
+            result = runs[policy] = simulate(policy, WORKLOADS[workload], seed, steps)
             show(workload, policy, result)
             if paper := PAPER.get(workload, {}).get(policy):
                 result["paper"] = paper

@@ -102,8 +102,8 @@ class Gate:
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
         if config.quota.enabled:
             check_quota(config.quota)
-        queues = config.flow.enabled and config.flow.queue
-        if not config.usage and (config.quota.enabled or queues):
+        self._queues = config.flow.enabled and config.flow.queue
+        if not config.usage and (config.quota.enabled or self._queues):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")
         self._settings = config.quota
         self.store: Store | None = None  # of quotas, once it has started
@@ -117,7 +117,6 @@ class Gate:
         pool.listen(self.running)
         load.on_report = self._told
         self.saturation: Saturation | None = None
-        self._queues = queues
         if config.flow.enabled:
             self.saturation = Saturation(pool, load, config.flow.saturation)
             self.flow = Flow(config.flow, self.saturation)

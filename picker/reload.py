@@ -11,7 +11,6 @@ import msgspec
 
 from picker.config import Config
 from picker.exposition import Spec, write
-from picker.gate import needs_gate
 
 LIVE = {  # sections and keys that need no restart
     "pool.endpoints",
@@ -20,7 +19,7 @@ LIVE = {  # sections and keys that need no restart
     "metrics",
     "scheduling",
     "sessions",
-    "identity",
+    *(f"identity.{key}" for key in ("keys", "claim", "payload", "header", "default")),
     *(
         f"flow.{key}"
         for key in (
@@ -62,14 +61,17 @@ def in_force(old: Config, new: Config) -> tuple[Config, list[str]]:
     """What holds once a new configuration is taken over, and keys of it that wait for a restart."""
     changes: dict[str, Any] = {}
     waiting: list[str] = []
-    live = LIVE - _bound(old, new)
+    live = LIVE
+    if new.pool.kubernetes != old.pool.kubernetes:
+        # Who turns to Kubernetes lists no endpoints: that must not empty the pool meanwhile.
+        live = LIVE - {"pool.endpoints"}
     for section in msgspec.structs.fields(old):
         before, after = getattr(old, section.name), getattr(new, section.name)
         if before == after:
             continue
         if section.encode_name in live:
             changes[section.name] = after
-        elif section.encode_name in LIVE or not isinstance(before, msgspec.Struct):
+        elif not isinstance(before, msgspec.Struct):
             waiting.append(section.encode_name)
         else:
             parts: dict[str, Any] = {}
@@ -83,16 +85,6 @@ def in_force(old: Config, new: Config) -> tuple[Config, list[str]]:
                         waiting.append(key)
             changes[section.name] = msgspec.structs.replace(before, **parts)
     return msgspec.structs.replace(old, **changes), waiting
-
-
-def _bound(old: Config, new: Config) -> set[str]:
-    """Keys of LIVE that wait all the same, for another that has changed, too."""
-    keys = set()
-    if new.pool.kubernetes != old.pool.kubernetes:
-        keys.add("pool.endpoints")  # who turns to Kubernetes lists none: that must not empty a pool
-    if new.identity.tells and not needs_gate(old):
-        keys.add("identity")  # nobody is there yet to refuse requests
-    return keys
 
 
 @dataclass(slots=True)

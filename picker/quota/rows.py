@@ -1,15 +1,16 @@
 """A ledger over the rows of an SQLite database, read when needed and written a batch at a time.
 
 What was read is kept while nobody else writes. Every change is gathered, and `flush` writes it in
-a handful of statements however many there are: each statement gives up Python's lock and has to
-get it back, so rows go in together, as JSON.
+few statements: each gives up Python's lock and has to get it back, so many rows go in together.
 """
 
 from __future__ import annotations
 
 import math
 import sqlite3
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 
 import msgspec
 
@@ -47,26 +48,20 @@ CREATE TABLE audit (
 CREATE INDEX audit_subject ON audit (subject, id);
 """
 
-_ITEM = "json_extract(value, '$[{}]')"
-_KEEP_COUNTERS = (
-    f"INSERT OR REPLACE INTO counters SELECT {', '.join(map(_ITEM.format, range(4)))} "  # noqa: S608
-    "FROM json_each(?)"
-)
-_KEEP_RESERVATIONS = (
-    f"INSERT OR REPLACE INTO reservations SELECT {', '.join(map(_ITEM.format, range(3)))} "  # noqa: S608
-    "FROM json_each(?)"
-)
-_DROP_RESERVATIONS = "DELETE FROM reservations WHERE id IN (SELECT value FROM json_each(?))"
+_KEEP_COUNTERS = "INSERT OR REPLACE INTO counters VALUES {}", 4
+_KEEP_RESERVATIONS = "INSERT OR REPLACE INTO reservations VALUES {}", 3
+_DROP_RESERVATIONS = "DELETE FROM reservations WHERE id IN (VALUES {})", 1
 _ADD_USES = (
-    f"INSERT INTO uses SELECT {', '.join(map(_ITEM.format, range(8)))} "  # noqa: S608
-    "FROM json_each(?) WHERE true ON CONFLICT DO UPDATE SET "
+    "INSERT INTO uses VALUES {} ON CONFLICT DO UPDATE SET "  # noqa: S608  # of names below
     + ", ".join(
         f"{name} = {name} + excluded.{name}"
         for name in ("requests", "prompt", "cached", "completion", "denied")
-    )
+    ),
+    8,
 )
-_ADD_DENIALS = "INSERT INTO denials (data) SELECT value FROM json_each(?)"
+_ADD_DENIALS = "INSERT INTO denials (data) VALUES {}", 1
 _TRIM_DENIALS = "DELETE FROM denials WHERE id <= (SELECT max(id) FROM denials) - ?"
+_AT_ONCE = (256, 64, 16, 4, 1)  # rows of one statement: few sizes, which stay prepared
 
 _COUNTER = msgspec.json.Decoder(tuple[int, int, float, float, float, int, list[Low], float])
 _RESERVATION = msgspec.json.Decoder(Reservation)
@@ -97,16 +92,15 @@ class Rows(Ledger):
     def flush(self) -> None:
         """Write what was gathered. Until the commit it may still be rolled back."""
         if self._changed:
-            counters = [_counter_row(key, self.counters[key]) for key in self._changed]
-            self._write(_KEEP_COUNTERS, counters)
+            rows = [_counter_row(key, self.counters[key]) for key in self._changed]
+            self._write(_KEEP_COUNTERS, rows)
             self._changed.clear()
         if self._kept:
             kept = [self.reservations[id] for id in self._kept]
-            held = [(each.id, each.expires, each) for each in kept]
-            self._write(_KEEP_RESERVATIONS, held)
+            self._write(_KEEP_RESERVATIONS, [(each.id, each.expires, _text(each)) for each in kept])
             self._kept.clear()
         if self._dropped:
-            self._write(_DROP_RESERVATIONS, list(self._dropped))
+            self._write(_DROP_RESERVATIONS, [(id,) for id in self._dropped])
             self._dropped.clear()
         if self.uses:
             uses = [
@@ -123,8 +117,7 @@ class Rows(Ledger):
             self._write(_ADD_USES, uses)
             self.uses.clear()
         if self.denials:
-            texts = [msgspec.json.encode(denial).decode() for denial in self.denials]
-            self._write(_ADD_DENIALS, texts)
+            self._write(_ADD_DENIALS, [(_text(denial),) for denial in self.denials])
             self._connection.execute(_TRIM_DENIALS, (NUM_DENIALS,))
             self.denials.clear()
         if len(self.counters) + len(self.reservations) > MAX_CACHED:
@@ -172,11 +165,27 @@ class Rows(Ledger):
         found = (self.reservation(id) for id in ids)
         return [each for each in found if each is not None and each.expires <= now]
 
-    def _write(self, statement: str, rows: list[Any]) -> None:
-        self._connection.execute(statement, (msgspec.json.encode(rows).decode(),))
+    def _write(self, statement: tuple[str, int], rows: Sequence[tuple[object, ...]]) -> None:
+        """Write rows with a statement, `{}` in it, that takes so many columns of each."""
+        start = 0
+        for size in _AT_ONCE:
+            while len(rows) - start >= size:
+                values = chain.from_iterable(rows[start : start + size])
+                self._connection.execute(_prepared(*statement, size), tuple(values))
+                start += size
 
 
-def _counter_row(key: str, counter: Counter) -> tuple[str, float, int, list[Any]]:
+@cache
+def _prepared(statement: str, columns: int, rows: int) -> str:
+    row = f"({', '.join('?' * columns)})"
+    return statement.format(", ".join([row] * rows))
+
+
+def _text(thing: object) -> str:
+    return msgspec.json.encode(thing).decode()
+
+
+def _counter_row(key: str, counter: Counter) -> tuple[str, float, int, str]:
     data = [
         counter.value,
         counter.settled,
@@ -187,7 +196,7 @@ def _counter_row(key: str, counter: Counter) -> tuple[str, float, int, list[Any]
         counter.lows,
         counter.until,
     ]
-    return key, counter.until, counter.open, data
+    return key, counter.until, counter.open, _text(data)
 
 
 def counter_of(data: str | bytes) -> Counter:

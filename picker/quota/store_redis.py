@@ -30,7 +30,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from picker.quota.bucket import Counter
-from picker.quota.ledger import Denial, Reservation, Use, UseKey
+from picker.quota.ledger import LATE_SECONDS, Denial, Reservation, Use, UseKey
 from picker.quota.plan import (
     DAY,
     NO_RATE,
@@ -92,7 +92,6 @@ SHARED = {  # what stands before a script
 MAX_ROUNDS = 5  # of asking again, by another clock or when room was made
 MAX_PACKED = 10_000  # plans whose checks are kept as bytes
 ERRORS = (RedisError, hiredis.HiredisError, OSError, TimeoutError)
-LATE_SECONDS = 3600.0  # as lua/common.lua has it; then an end is charged by what its picker knows
 LOOKS = 3  # at a store that others use, before a fault is believed
 
 _pack = msgspec.msgpack.encode

@@ -12,6 +12,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -74,6 +75,9 @@ class SQLiteStore:
         self._seen = -1  # SQLite's data_version: whether others wrote
         self._revision = 0
         self._clear_at = 0.0
+        self._patience = 2 * timeout  # for the lock, then for the disk
+        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()  # who, and since when
+        self._watch: asyncio.TimerHandle | None = None
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quota-sqlite", daemon=True)
         self._thread.start()
@@ -135,7 +139,7 @@ class SQLiteStore:
             )
             return self._revision, whole, rows.fetchall()
 
-        now, whole, rows = await self._do(work, READ_SECONDS)
+        now, whole, rows = await self._do_long(work, READ_SECONDS)
         following = f"{rows[-1][1]} {rows[-1][0]}" if len(rows) == PAGE else ""
         return Changes(str(now), dict(map(_record, rows)), whole, following)
 
@@ -265,27 +269,55 @@ class SQLiteStore:
         return await self._do(work)
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # On the event loop
 
-    async def _do(self, work: Callable[[], T], least: float = 0.0) -> T:
-        """What work in the thread returns.
+    async def _do(self, work: Callable[[], T]) -> T:
+        """What work in the thread returns. Raises StoreDown: not in time."""
+        future = self._ask(work)
+        loop, waiting = future.get_loop(), self._waiting
+        while waiting and waiting[0][0].done():
+            waiting.popleft()
+        waiting.append((future, loop.time()))
+        if self._watch is None:
+            self._watch = loop.call_later(self._patience, self._give_up)
+        return await future
 
-        Raises:
-            StoreDown: not in time, for which `least` seconds are given at least.
-        """
+    async def _do_long(self, work: Callable[[], T], seconds: float) -> T:
+        """As `_do`, for work that may take so long."""
+        try:
+            async with asyncio.timeout(max(self._patience, seconds)):
+                return await self._ask(work)
+        except TimeoutError:
+            raise self._late() from None
+
+    def _ask(self, work: Callable[[], T]) -> asyncio.Future[T]:
         if not self._thread.is_alive():
             raise StoreDown(f"{self._path} is closed")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._work.put((work, future))
-        try:
-            # For the lock, then for the disk.
-            async with asyncio.timeout(max(2 * self._timeout, least)):
-                return await future
-        except TimeoutError:
-            raise StoreDown(f"{self._path} did not answer in time") from None
+        return future
+
+    def _late(self) -> StoreDown:
+        return StoreDown(f"{self._path} did not answer in time")
+
+    def _give_up(self) -> None:
+        """Who has waited for too long is told so. One timer is cheaper than one for each."""
+        self._watch = None
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        while waiting:
+            future, since = waiting[0]
+            left = since + self._patience - loop.time()
+            if left > 0 and not future.done():
+                self._watch = loop.call_later(left, self._give_up)
+                return
+            waiting.popleft()
+            if not future.done():
+                future.set_exception(self._late())
 
     # In the thread
 

@@ -53,6 +53,7 @@ MODULES = {  # imported by the tests, not before: tests/kernels must be first to
     "python -m bench.index": "bench.index",
     "python -m bench.quota": "bench.quota",
     "python -m bench.fairness": "bench.fairness",
+    "python -m bench.gate": "bench.gate",
     "python -m bench.replicas": "bench.replicas",
 }
 OTHERS_FLAGS = {  # of other programs

@@ -245,11 +245,9 @@ async def test_a_killed_picker_takes_nothing_along_but_what_it_was_asked_just_th
         own = 0
         for name, prompt in prompts.items():
             own += await site.decision(0, name) is not None
-            status, answer = await site.complete(prompt, f"{name}-again")
-            assert status == 200
+            assert (await site.complete(prompt, f"{name}-again"))[0] == 200
             again = await site.decision(0, f"{name}-again")
-            assert again["endpoint"] == first[name]["endpoint"]
-            assert again["predictedTokens"] > 0.9 * again["promptTokens"]
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            matched = {pod["endpoint"]: pod["matchedTokens"] for pod in again["candidates"]}
+            assert matched[first[name]["endpoint"]] > 0.9 * again["promptTokens"]
         assert 0 < own < len(prompts)
         await until(lambda: site.counted(0), 0)  # also of what the killed one had there

@@ -302,11 +302,21 @@ async def test_other_pages_are_asked_for_load() -> None:
 
 def test_what_is_in_force_is_named_key_by_key() -> None:
     old = parse("flow: {ttl: 1s, order: deadline}\ndrain: 1s\nlisten: {grpc: 1}")
-    new = parse("flow: {ttl: 2s}\ndrain: 2s\nlisten: {grpc: 2, admin: 3}\nmaxBody: 1MiB")
+    more = "identity: {header: x, required: true}"
+    new = parse(
+        f"flow: {{ttl: 2s}}\ndrain: 2s\nlisten: {{grpc: 2, admin: 3}}\nmaxBody: 1MiB\n{more}"
+    )
     config, waiting = in_force(old, new)
     assert (config.flow.ttl, config.flow.order, config.drain) == (2, "deadline", 2)
     assert (config.listen, config.max_body) == (old.listen, old.max_body)
-    assert waiting == ["listen.grpc", "listen.admin", "flow.order", "maxBody"]
+    assert (config.identity.header, config.identity.required) == ("x", False)
+    assert waiting == [
+        "listen.grpc",
+        "listen.admin",
+        "identity.required",
+        "flow.order",
+        "maxBody",
+    ]
     assert in_force(old, old) == (old, [])
 
 
@@ -316,13 +326,3 @@ def test_who_turns_to_kubernetes_keeps_the_endpoints_until_a_restart() -> None:
     assert config.pool.endpoints == old.pool.endpoints
     assert config.pool.ignore_subset
     assert waiting == ["pool.endpoints", "pool.kubernetes"]
-
-
-def test_callers_are_refused_from_a_restart_on_where_nobody_asked_who_they_are() -> None:
-    required = parse("identity: {required: true}\nmodels: [m]")
-    config, waiting = in_force(parse(""), required)
-    assert (config.identity.required, config.models) == (False, ["m"])
-    assert waiting == ["identity"]
-    for asking in ("flow: {enabled: true}", "identity: {required: true, default: x}"):
-        config, _ = in_force(parse(asking), required)
-        assert config.identity == required.identity

@@ -9,7 +9,8 @@
 --   whose lines, which only pass through here, are JSON: [key, what, draws, rate, until, ...]
 
 local P = string.sub(KEYS[1], 1, -9) -- without ":version"
-local LATE = 3600 -- seconds that an expired reservation is remembered
+local LATE = 604800 -- seconds that an expired reservation is remembered
+local SPARE = 3600 -- seconds that a counter lives on, so that its time to live is seldom set
 local DAY = 86400
 local KEPT_DAYS = 400
 local MAX_LOWS = 16
@@ -24,13 +25,14 @@ local function decoded(raw)
   return raw and cmsgpack.unpack(raw) or {0, 0, -1, 0, 0, 0, 0, 0}
 end
 
--- Write a counter. To set its time to live is dear, so that it is set for longer than needed.
+-- Write a counter. To set its time to live is dear, so that it is set for longer than needed. One
+-- that was never written lasts until 0.
 local function write(key, found)
   local needed = math.max(found[UNTIL], now) + 60
   if needed <= found[LASTS] then
     redis.call('SET', key, cmsgpack.pack(found), 'KEEPTTL')
   else
-    found[LASTS] = needed + LATE
+    found[LASTS] = needed + SPARE
     local lives = math.ceil((found[LASTS] - now) * 1000)
     redis.call('SET', key, cmsgpack.pack(found), 'PX', lives)
   end

@@ -78,8 +78,9 @@ local function give_back(found, surplus, seq)
 end
 
 local function recharge(line, amount, final)
-  local difference = amount - line[AMOUNT]
   local found = counter(line[KEY])
+  -- Of a counter that is gone, nothing is held any more.
+  local difference = found[LASTS] > 0 and amount - line[AMOUNT] or (final and amount or 0)
   if found[RATE] < 0 and line[LINE_RATE] >= 0 then -- it was forgotten since
     found[RATE], found[AT] = line[LINE_RATE], now
   end
@@ -132,10 +133,12 @@ local function change(id, held, amounts, ttl, expired)
   held[7] = resize(lines, amounts, false)
   held[3], held[4], held[5] = ttl, now + ttl, expired
   keep(id, held)
-  for _, line in ipairs(lines) do
-    local found = counters[line[KEY]]
-    found[UNTIL] = math.max(found[UNTIL], held[4] + LATE)
-    changed[line[KEY]] = true
+  for index, line in ipairs(lines) do
+    if held[7][index] > 0 then
+      local found = counters[line[KEY]]
+      found[UNTIL] = math.max(found[UNTIL], held[4] + SPARE)
+      changed[line[KEY]] = true
+    end
   end
 end
 

@@ -137,7 +137,7 @@ local expires = now + ttl
 for check, first in ipairs(firsts) do
   local number, rate, finish = checks[first], checks[first + 3], checks[first + 5]
   local found, of = counters[number], lines[check]
-  local need, lasts = held[of], expires + LATE
+  local need, lasts = held[of], expires + SPARE
   found[VALUE] = found[VALUE] + need
   if rate >= 0 then
     seqs[of] = need > 0 and charge(found, need) or found[SEQ]
@@ -154,7 +154,7 @@ for check, first in ipairs(firsts) do
     if taken > 0 then
       local pool = counters[checks[grant]]
       pool[VALUE] = pool[VALUE] + taken
-      pool[UNTIL] = math.max(pool[UNTIL], expires + LATE, checks[grant + 2] + DAY)
+      pool[UNTIL] = math.max(pool[UNTIL], expires + SPARE, checks[grant + 2] + DAY)
       write(KEYS[checks[grant]], pool)
     end
   end

@@ -92,7 +92,8 @@ def test_a_server_wants_a_token_that_it_knows(url: str, tmp_path: Path) -> None:
         quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=TOKEN)  # from the next call on
         quota(*at, "get", WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
         tokens.write_text("ada short\n")
-        quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
+        told = quota(*at, "get", code=1, WARMPATH_QUOTA_TOKEN=f"another-{TOKEN}")
+        assert "the tokens here cannot be read" in told
         assert "--store" in quota(*at, "store", "migrate", "--to", url, code=2)
 
 

@@ -160,6 +160,24 @@ async def test_what_an_empty_redis_does_not_know_is_charged_once() -> None:
         await desk.store.close()
 
 
+async def test_an_expired_reservation_outlives_its_counters_and_holds_nothing_then() -> None:
+    """Their time to live may be over before anybody asks again, who then gives it back."""
+    with running() as server:
+        desk = await opened(server)
+        await desk.limit(ALICE, "total-tokens=1k/month", "total-tokens=1k/hour", "concurrency=5")
+        late = await desk.granted(ALICE, tokens(300), ttl=0.001)
+        with server.client() as client:
+            for key in client.scan_iter(match="{warmpath:test}:c:*"):
+                client.delete(key)
+        assert await desk.store.reservations() == []
+        assert await desk.store.verify() == []
+        assert await desk.store.settle(late, spent(100))
+        assert await desk.store.verify() == []
+        used = await desk.used(ALICE)
+        assert (used[0], used[2]) == (100, 0)
+        await desk.store.close()
+
+
 async def test_a_server_that_does_not_answer_is_down_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

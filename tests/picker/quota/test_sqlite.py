@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,4 +169,21 @@ async def test_a_disk_that_is_slow_for_a_moment_is_waited_for(tmp_path: Path) ->
     other.execute("ROLLBACK")
     other.close()
     await asked
+    await desk.store.close()
+
+
+async def test_who_waits_for_too_long_is_told_so_and_the_next_are_answered(tmp_path: Path) -> None:
+    path = tmp_path / "quota.db"
+    clock = Clock()
+    desk = Desk(SQLiteStore(path, 0.1, clock), clock)
+    await desk.limit(ALICE, "requests=9/day")
+    let_go = threading.Event()
+    stuck = asyncio.create_task(desk.store._do(let_go.wait))  # type: ignore[attr-defined]
+    asks = [asyncio.create_task(desk.ask(ALICE, tokens(1))) for _ in range(3)]
+    for each in (stuck, *asks):
+        with pytest.raises(StoreDown, match="in time"):
+            await each
+    let_go.set()
+    assert (await desk.used(ALICE))[0] == 3, "what nobody waits for any more is done all the same"
+    await desk.granted(ALICE, tokens(1))
     await desk.store.close()

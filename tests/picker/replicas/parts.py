@@ -48,10 +48,10 @@ class Room:
 class Picker:
     """One of several, by a number from 1. It is told of nothing unless a test does it."""
 
-    def __init__(self, number: int, clock: Clock | None = None) -> None:
+    def __init__(self, number: int, clock: Clock | None = None, pool: str = "test") -> None:
         clock = clock or Clock()
         self.number = number
-        self.pool = Pool("test")
+        self.pool = Pool(pool)
         self.load = Load(self.pool, clock=clock)
         self.prompts = ApproximatePrefix(self.pool, Prefix())
         self.sessions = Sessions(SessionSettings(), clock=clock)
@@ -151,8 +151,7 @@ class Node:
         service: str = "",
     ) -> None:
         """`port`, `peers`: of listen.replica."""
-        self.picker = Picker(0)
-        self.picker.pool.name = pool
+        self.picker = Picker(0, pool=pool)
         config = Config(
             listen=Listen(replica=port),
             replicas=ReplicasSection(
