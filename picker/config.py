@@ -408,7 +408,7 @@ def build(
     document: Document, data: dict[str, Any], check: Callable[[Config], object] | None = None
 ) -> Config:
     """The configuration in a document's data, or in data that was made of it. See `load`."""
-    config = converted(document, data, Config, hook=_number)
+    config = converted(document, data, Config, _number)
     _check_ranges(document, config)
     engine, engines = config.metrics.engine, {*ENGINES, *config.metrics.engines}
     if engine not in engines:

@@ -174,8 +174,7 @@ async def test_a_fault_of_ours_does_not_end_the_hearing(caplog):
 
 
 async def test_a_follower_that_falls_behind_is_told_all_anew(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_BYTES", 1)
-    monkeypatch.setattr(outbox.Outbox.__init__, "__defaults__", (1 << 16,))
+    monkeypatch.setattr(outbox, "MAX_BYTES", 1 << 16)
     (port,) = free_ports(1)
     async with Node(port, []) as one, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_stream(METHOD)(
