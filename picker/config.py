@@ -52,7 +52,7 @@ class Section(
 class Tls(Section, frozen=True):
     """Of the gRPC port. Gateways expect it, and believe any certificate."""
 
-    mode: Literal["off", "selfSigned", "files"] = "off"
+    mode: Literal["none", "selfSigned", "files"] = "none"
     certificate: str = ""  # PEM files, read again when they change
     key: str = ""
     client_ca: str = ""  # PEM file: only clients with a certificate of these are served

@@ -144,7 +144,7 @@ class Service:
         listen = self.config.listen
         if self._cluster is not None:
             await self._cluster.connect()
-        if listen.tls.mode != "off":
+        if listen.tls.mode != "none":
             self._tls = ServerTls(listen)
             self._watching = asyncio.create_task(self._tls.watch())
         self._replicas = self._make_replicas()
@@ -367,7 +367,7 @@ def check_config(config: Config) -> None:
 def check_start(config: Config) -> None:
     """`check_config`, and that the files can be used that a start needs. Raises ValueError."""
     check_config(config)
-    if config.listen.tls.mode != "off":
+    if config.listen.tls.mode != "none":
         ServerTls(config.listen)
     if is_one_of_many(config.replicas):
         read_secret(config.replicas)
