@@ -6,9 +6,7 @@ and of bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +14,7 @@ import msgspec
 
 from picker.convert import converted
 from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
+from picker.units import BYTES, SECONDS, num_bytes, scaled, seconds
 
 MIB = 1 << 20
 ENGINES = ("vllm", "sglang", "trtllm", "triton")  # whose metrics are known
@@ -379,12 +378,6 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "drainDelay": ("0s", "10m"),
     "drain": ("0s", "1h"),
 }
-SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-BYTES = {"": 1} | {
-    unit + tail: 1 << shift
-    for unit, shift in (("Ki", 10), ("Mi", 20), ("Gi", 30))
-    for tail in ("", "B")
-}
 
 
 def load(path: str | Path, check: Callable[[Config], object] | None = None) -> Config:
@@ -415,7 +408,7 @@ def build(
     document: Document, data: dict[str, Any], check: Callable[[Config], object] | None = None
 ) -> Config:
     """The configuration in a document's data, or in data that was made of it. See `load`."""
-    config = converted(document, data, Config, hook=_number)
+    config = converted(document, data, Config, _number)
     _check_ranges(document, config)
     engine, engines = config.metrics.engine, {*ENGINES, *config.metrics.engines}
     if engine not in engines:
@@ -440,34 +433,6 @@ def as_data(config: Config) -> dict[str, Any]:
     data = msgspec.to_builtins(config, enc_hook=lambda number: number + 0)
     assert isinstance(data, dict)
     return data
-
-
-def seconds(value: object) -> float:
-    """A duration: `50ms`, `2s`, `5m`, `1h`, or a number of seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return _scaled(value, SECONDS | {"": 1.0}, "a duration", "50ms, 2s, 5m or 1h")
-
-
-def num_bytes(value: object) -> int:
-    """A size: `16MiB`, `1Gi`, or a number of bytes.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return int(_scaled(value, BYTES, "a size", "256, 64KiB, 16MiB or 1GiB"))
-
-
-def _scaled(value: object, units: dict[str, Any], what: str, examples: str) -> float:
-    if isinstance(value, str):
-        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value)
-        if match and match[2] in units:
-            return float(match[1]) * float(units[match[2]])
-    elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-        return float(value)
-    raise ValueError(f"{shown(value)} is not {what}: write {examples}")
 
 
 def _number(kind: type, value: object) -> object:
@@ -503,4 +468,4 @@ def _check_ranges(document: Document, config: Config) -> None:
 
 
 def _bound(written: str) -> float:
-    return _scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")
+    return scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")

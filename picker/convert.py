@@ -29,8 +29,8 @@ def converted(
     document: Document,
     data: Any,
     kind: type[T],
+    hook: Callable[[type, object], object],
     place: Place = (),
-    hook: Callable[[type, object], object] | None = None,
 ) -> T:
     """Data that stands at a place of a document, as a type.
 

@@ -24,7 +24,7 @@ from picker.quota.store import Store
 from picker.quota.stores import open_store
 from picker.reload import Reloads, in_force
 from picker.replicas.known import Known
-from picker.replicas.peers import check as check_replicas
+from picker.replicas.peers import check_settings as check_replicas
 from picker.replicas.replicas import Replicas, is_one_of_many, read_secret
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
