@@ -36,8 +36,8 @@ POOL = ("--pool-name", "llama", "--pool-namespace", "models")
 
 def test_its_flags_need_no_command() -> None:
     """As in its chart, which gives an image arguments and no command."""
-    for first in (("--pool-name", "llama"), ("-pool-name=llama",), ("-v=1", "--pool-name", "llama")):
-        args = [*first, "--pool-namespace", "models", "--zap-encoder", "json", "--check"]
+    for first in ("--pool-name llama", "-pool-name=llama", "-v=1 --pool-name llama"):
+        args = [*first.split(), "--pool-namespace", "models", "--zap-encoder", "json", "--check"]
         result = CliRunner().invoke(main, args)
         assert result.exit_code == 0, result.output
         assert "the configuration can be used" in result.output
