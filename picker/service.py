@@ -154,6 +154,7 @@ class Service:
             self._pool,
             self._views(),
             still=lambda: self.not_ready is None,
+            synced=lambda: self._kubernetes is None or self._kubernetes.synced,
             tls=self._tls,
             quota=self._quota_admin(),
             replicas=self._replicas,
@@ -175,6 +176,7 @@ class Service:
         """
         if self._kubernetes is not None:
             await self._kubernetes.first_round()
+            self._tell()  # that the pool is known
         await self._scraper.first_round()
         await self._prefix.first_round()
         if self._replicas is not None:

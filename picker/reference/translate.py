@@ -215,6 +215,10 @@ class _Translation:
                 what = f"no plugin is called {part.plugin_ref!r}"
                 raise self._error(place, f"{what}; {nearest(part.plugin_ref, self._plugins)}")
             plugin, roles = used.plugin, used.plugin.roles
+            if roles == {Role.PRODUCER}:
+                what = f"{part.plugin_ref!r} ({used.type}) is ignored: a producer needs no profile"
+                self._note(place, what)
+                continue
             if not roles & {Role.FILTER, Role.SCORER, Role.PICKER}:
                 what = f"{part.plugin_ref!r} ({used.type}) is no filter, scorer or picker"
                 raise self._error(place, what)

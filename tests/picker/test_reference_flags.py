@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from picker.cli import main
 from picker.commands.pick import pick
 from picker.commands.reference_flags import FLAGS, IGNORED, Applied, applied
 from picker.config import Config
@@ -31,6 +32,23 @@ def check(*args: str | Path) -> tuple[int, str]:
 
 
 POOL = ("--pool-name", "llama", "--pool-namespace", "models")
+
+
+def test_its_flags_need_no_command() -> None:
+    """As in its chart, which gives an image arguments and no command."""
+    for first in ("--pool-name llama", "-pool-name=llama", "-v=1 --pool-name llama"):
+        args = [*first.split(), "--pool-namespace", "models", "--zap-encoder", "json", "--check"]
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 0, result.output
+        assert "the configuration can be used" in result.output
+    result = CliRunner().invoke(main, ["--pool-nam", "llama"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert "--pool-name" in result.output
+    for option, said in (("-h", "Commands:"), ("--help", "Commands:"), ("--version", "warmpath, ")):
+        result = CliRunner().invoke(main, [option])
+        assert result.exit_code == 0
+        assert said in result.output
 
 
 def test_a_pool_selects_the_reference_pickers_world() -> None:

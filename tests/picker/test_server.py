@@ -627,7 +627,8 @@ async def test_health_by_name(health: tuple[Health, Any], ready: bool) -> None:
     state.set_ready(not ready)
     state.set_ready(ready)
     expected = SERVING if ready else NOT_SERVING
-    names = {"liveness": SERVING, "": expected, "readiness": expected, EXT_PROC: expected}
+    names = {"": expected, "readiness": expected, EXT_PROC: expected}
+    names |= {"liveness": SERVING, "inference-extension": SERVING}
     for name, status in names.items():
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == status
