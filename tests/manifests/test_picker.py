@@ -237,6 +237,7 @@ METRICS = {
 }
 # Of the Prometheus operator, for each series that comes from a pod.
 TARGET_LABELS = {"namespace", "pod"}
+SCALED: dict[str, Any] = {"podMonitor": {"create": True}, "autoscaling": {"type": "hpa"}}
 
 
 def check_query(query: str) -> str:
@@ -265,6 +266,25 @@ def test_the_adapter_makes_what_the_autoscaler_asks_for() -> None:
         "inference_objective_running_requests",
         "warmpath_flow_waiting_requests",
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lambda: kustomized("gateways/base", "pod-monitor", "hpa"), "llama"),
+        (lambda: charted(**SCALED), "llama"),
+        (lambda: charted("qwen", **SCALED), "qwen"),
+    ],
+)
+def test_the_autoscaler_asks_for_the_requests_of_its_own_pool(made: Any, name: str) -> None:
+    objects = made()
+    labels = deployment(objects)["template"]["metadata"]["labels"]
+    kept = only(objects, "PodMonitor")["spec"]["podTargetLabels"]
+    series = {re.sub(r"\W", "_", label): labels[label] for label in kept}  # as Prometheus names it
+    for metric in only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]:
+        selector = metric["external"]["metric"]["selector"]["matchLabels"]
+        assert selector.items() <= series.items()
+        assert name in selector.values()
 
 
 @pytest.mark.parametrize(
