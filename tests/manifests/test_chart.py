@@ -144,6 +144,9 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
         ({"image": {"tag": 1.5}}, "tag"),
         ({"autoscaling": {"type": "vpa"}}, "autoscaling"),
         ({"route": {"timeout": "an hour"}}, "timeout"),
+        ({"config": {"drain": "10m"}}, "terminationGracePeriodSeconds must be 620"),
+        ({"config": {"drain": 81}}, "terminationGracePeriodSeconds must be 101"),
+        ({"config": {"drainDelay": "20500ms"}}, "terminationGracePeriodSeconds must be 91"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(values: dict[str, Any], word: str) -> None:
@@ -196,6 +199,7 @@ def test_envoy_is_the_one_that_is_tested() -> None:
 
 def test_notes_say_how_to_ask() -> None:
     assert "get gateway inference-gateway" in notes()
+    assert notes(config={"listen": {"admin": 7090}}).count(" 9090:7090") == 1
     standalone = notes(mode="standalone", envoy={"service": {"port": 81}})
     assert "port-forward service/llama 8080:81" in standalone
     assert "gateway.provider=istio" in notes(gateway={"className": "istio"})

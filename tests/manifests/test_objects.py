@@ -22,6 +22,7 @@ from tests.manifests.rendered import (
 from tests.manifests.validation import validate
 
 ALL = {"leaderElection": {"enabled": True}, "listen": {"metricsAuth": "tokenReview"}}
+PORTS = {"grpc": 7002, "health": 7003, "replica": 7006, "admin": 7090}
 RENDERED = {
     **{folder: lambda folder=folder: kustomized(folder) for folder in (*BUILDS, *WORKERS)},
     **{
@@ -30,6 +31,10 @@ RENDERED = {
     },
     "chart": charted,
     "chart, standalone": lambda: charted(mode="standalone"),
+    "chart, other ports": lambda: charted(config={"listen": PORTS}),
+    "chart, standalone, other ports": lambda: charted(
+        mode="standalone", config={"listen": PORTS, "envoy": {"listen": 7080}}
+    ),
     "chart, istio": lambda: charted(gateway={"provider": "istio", "className": "istio"}),
     "chart, gke": lambda: charted(gateway={"provider": "gke"}, route={"create": True}),
     "chart, everything": lambda: charted(

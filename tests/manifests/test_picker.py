@@ -34,6 +34,7 @@ from tests.manifests.rendered import (
 )
 from tests.picker.authority import Authority
 
+PORTS = {"grpc": 7002, "health": 7003, "replica": 7006, "admin": 7090}
 CONFIGURED = {
     **{folder: lambda folder=folder: kustomized(folder) for folder in BUILDS},
     **{
@@ -45,9 +46,14 @@ CONFIGURED = {
     "chart, everything": lambda: charted(
         config={
             "leaderElection": {"enabled": True},
-            "listen": {"metricsAuth": "tokenReview"},
+            "listen": {"metricsAuth": "tokenReview", **PORTS},
             "flow": {"enabled": True, "scaleFromZero": "queue"},
+            "drain": "10m",
         },
+        terminationGracePeriodSeconds=620,
+    ),
+    "chart, standalone, ports": lambda: charted(
+        mode="standalone", config={"listen": PORTS, "envoy": {"listen": 7080}}
     ),
 }
 
@@ -172,6 +178,9 @@ def test_one_that_leads_replaces_the_other(objects: list[Object], mounted: Path)
 STANDALONE = {
     "standalone": lambda: kustomized("standalone"),
     "chart, lean": lambda: charted(mode="standalone"),
+    "chart, another port": lambda: charted(
+        mode="standalone", config={"envoy": {"listen": 7080}}
+    ),
     "chart, standard": lambda: charted(mode="standalone", envoy={"profile": "standard"}),
 }
 
