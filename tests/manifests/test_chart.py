@@ -25,6 +25,7 @@ from tests.manifests.rendered import (
     notes,
     only,
 )
+from tests.manifests.validation import validate
 
 OF_HELM = {"helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.io/version"}
 SAME: dict[tuple[str, ...], dict[str, Any]] = {
@@ -152,6 +153,16 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
 def test_values_that_make_no_sense_are_refused_by_name(values: dict[str, Any], word: str) -> None:
     with pytest.raises(Refused, match=word):
         charted(**values)
+
+
+@pytest.mark.parametrize("name", ["a" * 48, "llama.3", "3-llamas"])
+def test_names_that_no_service_can_have_are_refused(name: str) -> None:
+    with pytest.raises(Refused, match="the release's name must be"):
+        charted(name)
+    for thing in charted("a" * 47):
+        validate(thing)
+        if thing["kind"] == "Service":
+            assert len(thing["metadata"]["name"]) <= 63
 
 
 def test_every_value_is_described_by_the_schema_and_the_other_way_round() -> None:

@@ -67,6 +67,9 @@ http: {{ dig "envoy" "listen" 8080 .Values.config | int }}
 {{- define "warmpath.check" -}}
 {{- $config := include "warmpath.config" . | fromYaml }}
 {{- $needed := addf (include "warmpath.seconds" $config.drainDelay) (include "warmpath.seconds" $config.drain) 10 | ceil | int }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$" .Release.Name) }}
+{{- fail "the release's name must be a letter and up to 46 of a-z, 0-9 and -, for Services are named after it" }}
+{{- end }}
 {{- if lt (int .Values.terminationGracePeriodSeconds) $needed }}
 {{- fail (printf "terminationGracePeriodSeconds must be %d or more: config.drainDelay, config.drain and 10 s to end" $needed) }}
 {{- end }}
