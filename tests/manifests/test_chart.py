@@ -109,6 +109,11 @@ def test_config_goes_over_what_the_chart_sets_and_keeps_the_rest() -> None:
     assert config.listen.tls.mode == "selfSigned"
 
 
+def test_quotas_are_in_a_store_that_pickers_share() -> None:
+    quota = {"enabled": True, "store": "redis://redis.inference:6379/0"}
+    assert config_of(charted(config={"quota": quota})).quota.store == quota["store"]
+
+
 def test_objectives_of_a_standalone_picker_are_settings() -> None:
     objects = charted(mode="standalone", objectives={"batch": -10})
     assert not list(each(objects, "InferenceObjective"))
@@ -145,6 +150,11 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
         ({"image": {"tag": 1.5}}, "tag"),
         ({"autoscaling": {"type": "vpa"}}, "autoscaling"),
         ({"route": {"timeout": "an hour"}}, "timeout"),
+        ({"config": {"quota": {"enabled": True}}}, "config.quota.store must be Redis"),
+        (
+            {"config": {"quota": {"enabled": True, "store": "sqlite:///quota.db"}}},
+            "config.quota.store must be Redis",
+        ),
         ({"config": {"drain": "10m"}}, "terminationGracePeriodSeconds must be 620"),
         ({"config": {"drain": 81}}, "terminationGracePeriodSeconds must be 101"),
         ({"config": {"drainDelay": "20500ms"}}, "terminationGracePeriodSeconds must be 91"),

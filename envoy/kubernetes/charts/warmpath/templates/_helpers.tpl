@@ -70,6 +70,9 @@ http: {{ dig "envoy" "listen" 8080 .Values.config | int }}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$" .Release.Name) }}
 {{- fail "the release's name must be a letter and up to 46 of a-z, 0-9 and -, for Services are named after it" }}
 {{- end }}
+{{- if and (dig "quota" "enabled" false $config) (not (dig "quota" "store" "" $config | hasPrefix "redis")) }}
+{{- fail "config.quota.store must be Redis, as redis://HOST:6379/0: pickers share it, and write no files" }}
+{{- end }}
 {{- if lt (int .Values.terminationGracePeriodSeconds) $needed }}
 {{- fail (printf "terminationGracePeriodSeconds must be %d or more: config.drainDelay, config.drain and 10 s to end" $needed) }}
 {{- end }}
