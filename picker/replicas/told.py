@@ -26,7 +26,7 @@ from picker.sessions import Stamp
 
 log = logging.getLogger(__name__)
 
-MAX_REPLICAS = 256  # that are remembered, of all that ever told something
+MAX_REPLICAS = 80  # that are remembered, of all that ever told something: more than there can be
 MAX_CHAIN = 1 << 16  # blocks of a prompt
 MAX_COUNT = 1 << 40  # of anything that is counted
 MAX_SERVICE = 1e15  # virtual tokens
