@@ -178,9 +178,7 @@ def test_one_that_leads_replaces_the_other(objects: list[Object], mounted: Path)
 STANDALONE = {
     "standalone": lambda: kustomized("standalone"),
     "chart, lean": lambda: charted(mode="standalone"),
-    "chart, another port": lambda: charted(
-        mode="standalone", config={"envoy": {"listen": 7080}}
-    ),
+    "chart, another port": lambda: charted(mode="standalone", config={"envoy": {"listen": 7080}}),
     "chart, standard": lambda: charted(mode="standalone", envoy={"profile": "standard"}),
 }
 
