@@ -13,7 +13,7 @@ import json
 import logging
 from functools import partial
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 import httptools
 
@@ -34,6 +34,7 @@ from picker.names import (
     STREAM,
 )
 from picker.refusal import Refusal
+from picker.sockets import of_all_addresses
 from picker.splice import ModelRewrite, Splice
 from picker.tickets import Tickets
 
@@ -97,10 +98,13 @@ class LeanServer:
         """
         listen = self._config.listen
         loop = asyncio.get_running_loop()
+        everywhere = of_all_addresses(listen.host, listen.http)
+        where: dict[str, Any] = {"sock": everywhere}
+        if everywhere is None:
+            where = {"host": listen.host.strip("[]"), "port": listen.http}
         self._server = await loop.create_server(
             lambda: Connection(self),
-            listen.host.strip("[]"),
-            listen.http,
+            **where,
             backlog=BACKLOG,
             start_serving=False,
         )
