@@ -25,6 +25,7 @@ from tests.manifests.rendered import (
     notes,
     only,
 )
+from tests.manifests.validation import validate
 
 OF_HELM = {"helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.io/version"}
 SAME: dict[tuple[str, ...], dict[str, Any]] = {
@@ -108,6 +109,11 @@ def test_config_goes_over_what_the_chart_sets_and_keeps_the_rest() -> None:
     assert config.listen.tls.mode == "selfSigned"
 
 
+def test_quotas_are_in_a_store_that_pickers_share() -> None:
+    quota = {"enabled": True, "store": "redis://redis.inference:6379/0"}
+    assert config_of(charted(config={"quota": quota})).quota.store == quota["store"]
+
+
 def test_objectives_of_a_standalone_picker_are_settings() -> None:
     objects = charted(mode="standalone", objectives={"batch": -10})
     assert not list(each(objects, "InferenceObjective"))
@@ -144,11 +150,29 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
         ({"image": {"tag": 1.5}}, "tag"),
         ({"autoscaling": {"type": "vpa"}}, "autoscaling"),
         ({"route": {"timeout": "an hour"}}, "timeout"),
+        ({"config": {"quota": {"enabled": True}}}, "config.quota.store must be Redis"),
+        (
+            {"config": {"quota": {"enabled": True, "store": "sqlite:///quota.db"}}},
+            "config.quota.store must be Redis",
+        ),
+        ({"config": {"drain": "10m"}}, "terminationGracePeriodSeconds must be 620"),
+        ({"config": {"drain": 81}}, "terminationGracePeriodSeconds must be 101"),
+        ({"config": {"drainDelay": "20500ms"}}, "terminationGracePeriodSeconds must be 91"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(values: dict[str, Any], word: str) -> None:
     with pytest.raises(Refused, match=word):
         charted(**values)
+
+
+@pytest.mark.parametrize("name", ["a" * 48, "llama.3", "3-llamas"])
+def test_names_that_no_service_can_have_are_refused(name: str) -> None:
+    with pytest.raises(Refused, match="the release's name must be"):
+        charted(name)
+    for thing in charted("a" * 47):
+        validate(thing)
+        if thing["kind"] == "Service":
+            assert len(thing["metadata"]["name"]) <= 63
 
 
 def test_every_value_is_described_by_the_schema_and_the_other_way_round() -> None:
@@ -196,6 +220,7 @@ def test_envoy_is_the_one_that_is_tested() -> None:
 
 def test_notes_say_how_to_ask() -> None:
     assert "get gateway inference-gateway" in notes()
+    assert notes(config={"listen": {"admin": 7090}}).count(" 9090:7090") == 1
     standalone = notes(mode="standalone", envoy={"service": {"port": 81}})
     assert "port-forward service/llama 8080:81" in standalone
     assert "gateway.provider=istio" in notes(gateway={"className": "istio"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.manifests.rendered import (
 from tests.manifests.validation import validate
 
 ALL = {"leaderElection": {"enabled": True}, "listen": {"metricsAuth": "tokenReview"}}
+PORTS = {"grpc": 7002, "health": 7003, "replica": 7006, "admin": 7090}
 RENDERED = {
     **{folder: lambda folder=folder: kustomized(folder) for folder in (*BUILDS, *WORKERS)},
     **{
@@ -31,6 +31,10 @@ RENDERED = {
     },
     "chart": charted,
     "chart, standalone": lambda: charted(mode="standalone"),
+    "chart, other ports": lambda: charted(config={"listen": PORTS}),
+    "chart, standalone, other ports": lambda: charted(
+        mode="standalone", config={"listen": PORTS, "envoy": {"listen": 7080}}
+    ),
     "chart, istio": lambda: charted(gateway={"provider": "istio", "className": "istio"}),
     "chart, gke": lambda: charted(gateway={"provider": "gke"}, route={"create": True}),
     "chart, everything": lambda: charted(
@@ -130,27 +134,39 @@ def test_selectors_find_pods_and_their_ports(objects: list[Object]) -> None:
             assert matches(spec["selector"]["matchLabels"], spec["template"])
         elif kind == "Service":
             (pod,) = (pod for pod in pods if matches(spec["selector"], pod))
-            assert {port["targetPort"] for port in spec["ports"]} <= port_names(pod)
+            assert {port["targetPort"] for port in spec["ports"]} <= port_targets(pod)
         elif kind == "PodMonitor":
             (pod,) = (pod for pod in pods if matches(spec["selector"]["matchLabels"], pod))
-            assert {end["port"] for end in spec["podMetricsEndpoints"]} <= port_names(pod)
+            ports = ports_of(pod)  # the operator reads the names of sidecars', too
+            assert {end["port"] for end in spec["podMetricsEndpoints"]} <= set(ports)
         elif kind == "PodDisruptionBudget":
             assert [pod for pod in pods if matches(spec["selector"]["matchLabels"], pod)]
         elif kind == "NetworkPolicy":
             (pod,) = (pod for pod in pods if matches(spec["podSelector"]["matchLabels"], pod))
             allowed = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
-            assert allowed <= port_names(pod)
+            ports = ports_of(pod)
+            assert allowed <= port_targets(pod)
             to_all = [rule["ports"] for rule in spec["ingress"] if "from" not in rule]
-            served = "http" if "http" in port_names(pod) else "grpc"
-            assert to_all == [[{"port": served}, {"port": "health"}]]
+            served = ports["http"] if "http" in ports else ports["grpc"]
+            assert to_all == [[{"port": served}, {"port": ports["health"]}]]
 
 
 def matches(selector: dict[str, str], pod: Object) -> bool:
     return selector.items() <= pod["metadata"]["labels"].items()
 
 
-def port_names(pod: Object) -> set[Any]:
-    return {port["name"] for one in containers(pod["spec"]) for port in one.get("ports", [])}
+def ports_of(pod: Object) -> dict[str, int]:
+    return {
+        port["name"]: port["containerPort"]
+        for one in containers(pod["spec"])
+        for port in one.get("ports", [])
+    }
+
+
+def port_targets(pod: Object) -> set[str | int]:
+    """What Services and policies may name: not the names of sidecars' ports, in all clusters."""
+    usual = {port["name"] for one in pod["spec"]["containers"] for port in one.get("ports", [])}
+    return {*usual, *ports_of(pod).values()}
 
 
 def test_references_lead_somewhere(objects: list[Object]) -> None:

@@ -34,6 +34,7 @@ from tests.manifests.rendered import (
 )
 from tests.picker.authority import Authority
 
+PORTS = {"grpc": 7002, "health": 7003, "replica": 7006, "admin": 7090}
 CONFIGURED = {
     **{folder: lambda folder=folder: kustomized(folder) for folder in BUILDS},
     **{
@@ -45,9 +46,14 @@ CONFIGURED = {
     "chart, everything": lambda: charted(
         config={
             "leaderElection": {"enabled": True},
-            "listen": {"metricsAuth": "tokenReview"},
+            "listen": {"metricsAuth": "tokenReview", **PORTS},
             "flow": {"enabled": True, "scaleFromZero": "queue"},
+            "drain": "10m",
         },
+        terminationGracePeriodSeconds=620,
+    ),
+    "chart, standalone, ports": lambda: charted(
+        mode="standalone", config={"listen": PORTS, "envoy": {"listen": 7080}}
     ),
 }
 
@@ -103,7 +109,7 @@ def test_gateways_get_tls_and_envoy_beside_it_does_not_need_it(
 ) -> None:
     config = config_of(mounted)
     alone = [one["name"] for one in containers(deployment(objects)["template"]["spec"])]
-    assert config.listen.tls.mode == ("selfSigned" if alone == ["picker"] else "off")
+    assert config.listen.tls.mode == ("selfSigned" if alone == ["picker"] else "none")
     certified = "tls" in {
         volume["name"] for volume in deployment(objects)["template"]["spec"]["volumes"]
     }
@@ -172,6 +178,9 @@ def test_one_that_leads_replaces_the_other(objects: list[Object], mounted: Path)
 STANDALONE = {
     "standalone": lambda: kustomized("standalone"),
     "chart, lean": lambda: charted(mode="standalone"),
+    "chart, another port": lambda: charted(
+        mode="standalone", config={"envoy": {"listen": 7080}}
+    ),
     "chart, standard": lambda: charted(mode="standalone", envoy={"profile": "standard"}),
 }
 
@@ -237,6 +246,7 @@ METRICS = {
 }
 # Of the Prometheus operator, for each series that comes from a pod.
 TARGET_LABELS = {"namespace", "pod"}
+SCALED: dict[str, Any] = {"podMonitor": {"create": True}, "autoscaling": {"type": "hpa"}}
 
 
 def check_query(query: str) -> str:
@@ -265,6 +275,25 @@ def test_the_adapter_makes_what_the_autoscaler_asks_for() -> None:
         "inference_objective_running_requests",
         "warmpath_flow_waiting_requests",
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lambda: kustomized("gateways/base", "pod-monitor", "hpa"), "llama"),
+        (lambda: charted(**SCALED), "llama"),
+        (lambda: charted("qwen", **SCALED), "qwen"),
+    ],
+)
+def test_the_autoscaler_asks_for_the_requests_of_its_own_pool(made: Any, name: str) -> None:
+    objects = made()
+    labels = deployment(objects)["template"]["metadata"]["labels"]
+    kept = only(objects, "PodMonitor")["spec"]["podTargetLabels"]
+    series = {re.sub(r"\W", "_", label): labels[label] for label in kept}  # as Prometheus names it
+    for metric in only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]:
+        selector = metric["external"]["metric"]["selector"]["matchLabels"]
+        assert selector.items() <= series.items()
+        assert name in selector.values()
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,12 @@ def test_the_namespace_is_the_pods_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_file_says_wins_over_the_world_and_a_flag_over_the_file() -> None:
-    text = "listen: {host: 127.0.0.1, tls: {mode: 'off'}, admin: 1}\nmetrics: {interval: 1s}\n"
+    text = "listen: {host: 127.0.0.1, tls: {mode: none}, admin: 1}\nmetrics: {interval: 1s}\n"
     config = config_of(*POOL, "--metrics-port=2", text=text)
     listen = config.listen
     assert (listen.host, listen.tls.mode, listen.metrics_auth, listen.admin) == (
         "127.0.0.1",
-        "off",
+        "none",
         "tokenReview",
         2,
     )
@@ -102,8 +102,8 @@ def test_what_the_file_says_wins_over_the_world_and_a_flag_over_the_file() -> No
 @pytest.mark.parametrize(
     ("args", "mode"),
     [
-        (("--secure-serving=false",), "off"),
-        (("--secure-serving=f", "--cert-path=/certs"), "off"),
+        (("--secure-serving=false",), "none"),
+        (("--secure-serving=f", "--cert-path=/certs"), "none"),
         (("--secure-serving",), "selfSigned"),
         (("--cert-path", "/certs"), "files"),
         (("--cert-path=/certs", "--secure-serving=T", "--enable-cert-reload"), "files"),
@@ -173,7 +173,7 @@ def test_a_switch_takes_its_value_after_an_equals_sign_only() -> None:
     assert result.notes[0].startswith("`false` after --secure-serving is ignored")
     assert result.notes[1:] == ["--enable-pprof is ignored: there is no pprof"]
     for written in ("1", "t", "TRUE", "True"):
-        assert flags(f"--secure-serving={written}").above["listen"]["tls"]["mode"] != "off"
+        assert flags(f"--secure-serving={written}").above["listen"]["tls"]["mode"] != "none"
 
 
 def test_what_means_nothing_here_is_told() -> None:

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker import server
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Outcome
-from picker.exchange import BodyMode
 from picker.health import Health, HealthServer
 from picker.refusal import Refusal
+from picker.replies import BodyMode
 from picker.server import ExtProcServer
 from tests.picker import own_scorer
 from tests.picker.core import Core

@@ -21,8 +21,17 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* The picker's ports as the config has them, and Envoy's, which is `http`. */}}
+{{- define "warmpath.ports" -}}
+{{- range $name, $usual := dict "grpc" 9002 "health" 9003 "replica" 9006 "admin" 9090 }}
+{{ $name }}: {{ dig "listen" $name $usual $.Values.config | int }}
+{{- end }}
+http: {{ dig "envoy" "listen" 8080 .Values.config | int }}
+{{- end }}
+
 {{/* warmpath.yaml: what the chart sets, and the values' own over it. */}}
 {{- define "warmpath.config" -}}
+{{- $ports := include "warmpath.ports" . | fromYaml }}
 {{- $kubernetes := dict "pool" .Release.Name }}
 {{- $listen := dict "host" "0.0.0.0" "tls" (dict "mode" "selfSigned") }}
 {{- $drainDelay := "10s" }}
@@ -42,10 +51,31 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $_ := set $config "listen" $listen }}
 {{- $_ := set $config "pool" (dict "name" .Release.Name "kubernetes" $kubernetes) }}
 {{- $_ := set $config "prefix" (dict "mode" "events") }}
-{{- $_ := set $config "replicas" (dict "service" (printf "%s-replicas:9006" (include "warmpath.picker" .))) }}
+{{- $_ := set $config "replicas" (dict "service" (printf "%s-replicas:%v" (include "warmpath.picker" .) $ports.replica)) }}
 {{- $_ := set $config "drainDelay" $drainDelay }}
 {{- $_ := set $config "drain" "60s" }}
 {{- mustMergeOverwrite $config (deepCopy .Values.config) | toYaml }}
+{{- end }}
+
+{{/* Seconds of a duration as the config has it: 60, `500ms`, `60s`, `10m`, `1h`. */}}
+{{- define "warmpath.seconds" -}}
+{{- $units := dict "" 1 "ms" 0.001 "s" 1 "m" 60 "h" 3600 }}
+{{- mulf (toString . | regexFind "^[0-9.]+") (toString . | regexFind "[a-z]*$" | get $units) }}
+{{- end }}
+
+{{/* For all objects: what the schema cannot refuse. */}}
+{{- define "warmpath.check" -}}
+{{- $config := include "warmpath.config" . | fromYaml }}
+{{- $needed := addf (include "warmpath.seconds" $config.drainDelay) (include "warmpath.seconds" $config.drain) 10 | ceil | int }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$" .Release.Name) }}
+{{- fail "the release's name must be a letter and up to 46 of a-z, 0-9 and -, for Services are named after it" }}
+{{- end }}
+{{- if and (dig "quota" "enabled" false $config) (not (dig "quota" "store" "" $config | hasPrefix "redis")) }}
+{{- fail "config.quota.store must be Redis, as redis://HOST:6379/0: pickers share it, and write no files" }}
+{{- end }}
+{{- if lt (int .Values.terminationGracePeriodSeconds) $needed }}
+{{- fail (printf "terminationGracePeriodSeconds must be %d or more: config.drainDelay, config.drain and 10 s to end" $needed) }}
+{{- end }}
 {{- end }}
 
 {{/* Whether one picker leads, and whether metrics are for those with a token: as the config says. */}}
@@ -64,6 +94,7 @@ capabilities: {drop: [ALL]}
 
 {{/* The picker's container: alone in its pod, or a sidecar of Envoy. */}}
 {{- define "warmpath.container" -}}
+{{- $ports := include "warmpath.ports" . | fromYaml -}}
 - name: picker
   image: {{ include "warmpath.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -72,19 +103,19 @@ capabilities: {drop: [ALL]}
   {{- end }}
   args: [pick, --config, /etc/warmpath/warmpath.yaml]
   ports:
-  - {name: grpc, containerPort: 9002}
-  - {name: health, containerPort: 9003}
-  - {name: replica, containerPort: 9006}
-  - {name: admin, containerPort: 9090}
+  - {name: grpc, containerPort: {{ $ports.grpc }}}
+  - {name: health, containerPort: {{ $ports.health }}}
+  - {name: replica, containerPort: {{ $ports.replica }}}
+  - {name: admin, containerPort: {{ $ports.admin }}}
   startupProbe:
-    grpc: {port: 9003, service: liveness}
+    grpc: {port: {{ $ports.health }}, service: liveness}
     periodSeconds: 1
     failureThreshold: 60
   livenessProbe:
-    grpc: {port: 9003, service: liveness}
+    grpc: {port: {{ $ports.health }}, service: liveness}
     periodSeconds: 10
   readinessProbe:
-    grpc: {port: 9003, service: readiness}
+    grpc: {port: {{ $ports.health }}, service: readiness}
     periodSeconds: 2
   resources:
     {{- toYaml .Values.resources | nindent 4 }}
