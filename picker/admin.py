@@ -40,6 +40,7 @@ from picker.reload import Reloads
 from picker.replicas.gauges import ReplicaGauges
 from picker.replicas.replicas import Replicas
 from picker.request import parse
+from picker.sockets import of_all_addresses
 from picker.tls import ServerTls
 
 if TYPE_CHECKING:
@@ -350,7 +351,12 @@ class AdminServer:
             OSError: it cannot be had.
         """
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
+        everywhere = of_all_addresses(self._host, self._port)
+        site = (
+            web.TCPSite(self._runner, self._host, self._port)
+            if everywhere is None
+            else web.SockSite(self._runner, everywhere)
+        )
         await site.start()
         port: int = self._runner.addresses[0][1]
         return port

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from picker.config import Config
 from picker.director import Director
 from picker.lean_connection import Connection
+from picker.sockets import of_all_addresses
 from picker.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -52,10 +54,13 @@ class LeanServer:
         """
         listen = self._config.listen
         loop = asyncio.get_running_loop()
+        everywhere = of_all_addresses(listen.host, listen.http)
+        where: dict[str, Any] = {"sock": everywhere}
+        if everywhere is None:
+            where = {"host": listen.host.strip("[]"), "port": listen.http}
         self._server = await loop.create_server(
             lambda: Connection(self),
-            listen.host.strip("[]"),
-            listen.http,
+            **where,
             backlog=BACKLOG,
             start_serving=False,
         )

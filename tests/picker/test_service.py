@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -134,6 +134,28 @@ async def test_both_faces_pick_from_one_pool() -> None:
         assert await ask_lean(ports.http) == (200, pod)
         _, text = await get(ports.admin, "/debug/decisions")
         assert [each["endpoint"] for each in json.loads(text)["decisions"]] == [pod, pod]
+
+
+def loopbacks() -> list[str]:
+    """127.0.0.1, and ::1 where there is IPv6."""
+    found = ["127.0.0.1"]
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        found.append("::1")
+    return found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_all_addresses_are_those_of_ipv4_and_ipv6(host: str) -> None:
+    text = text_of().replace("listen: {", f"listen: {{host: '{host}', ")
+    async with running(parse(text)) as (_, ports):
+        for address in loopbacks():
+            for port in (ports.grpc, ports.health, ports.http, ports.admin):
+                _, writer = await asyncio.open_connection(address, port)
+                writer.close()
+        second = Service(parse(text.replace("http: 0", f"http: {ports.http}")))
+        with pytest.raises(OSError, match=r"listen\.http"):  # a port is ours alone
+            await second.start()
+        await second.stop()
 
 
 async def test_it_is_ready_when_each_pod_has_told_or_failed() -> None:
