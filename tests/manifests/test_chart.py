@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from importlib.metadata import version
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.manifests.rendered import (
     Object,
     Refused,
     charted,
+    container,
     each,
     kustomized,
     notes,
@@ -43,6 +45,7 @@ SAME: dict[tuple[str, ...], dict[str, Any]] = {
     ("standalone",): {"mode": "standalone"},
 }
 NOT_OF_A_RELEASE = {"GatewayClass"}  # of the whole cluster, and of nobody
+SECRET = "/etc/warmpath-replicas/secret"  # that the chart makes, and Kustomize cannot
 
 
 def bare(thing: Object) -> Object:
@@ -56,12 +59,15 @@ def bare(thing: Object) -> Object:
     for subject in thing.get("subjects", []):
         subject.pop("namespace", None)
     if thing["kind"] == "ConfigMap":
-        thing["data"] = {name: parse(text, name) for name, text in thing["data"].items()}
+        for name, text in thing["data"].items():
+            thing["data"][name] = parse(text.replace(f"secret: {SECRET}\n", ""), name)
     if thing["kind"] == "Deployment":
         for one in thing["spec"]["template"]["spec"].get("initContainers", []):
             one.pop("imagePullPolicy", None)
         for one in thing["spec"]["template"]["spec"]["containers"]:
             one.pop("imagePullPolicy", None)
+        for volume in thing["spec"]["template"]["spec"]["volumes"]:
+            volume.get("secret", {}).pop("optional", None)
     return thing
 
 
@@ -70,6 +76,7 @@ def test_the_chart_makes_what_the_folders_have(
     folders: tuple[str, ...], values: dict[str, Any]
 ) -> None:
     made = {key(thing): bare(thing) for thing in charted(**values)}
+    del made["Secret", "llama-picker-replicas"]
     there = {
         key(thing): bare(thing)
         for thing in kustomized(*folders)
@@ -125,7 +132,7 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
     tls = config_of(objects).listen.tls
     assert tls.mode == "files"
     pod = only(objects, "Deployment")["spec"]["template"]["spec"]
-    (volume,) = (volume for volume in pod["volumes"] if volume.get("secret"))
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "tls")
     assert volume["secret"]["secretName"] == "mine"
     (mount,) = (
         mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == volume["name"]
@@ -133,6 +140,42 @@ def test_a_certificate_replaces_the_self_signed_one() -> None:
     assert {tls.certificate, tls.key} == {
         f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key")
     }
+
+
+@pytest.mark.parametrize("mode", ["gateway", "standalone"])
+def test_pickers_know_each_other_by_a_secret(mode: str) -> None:
+    objects = charted(mode=mode)
+    made = b64decode(only(objects, "Secret", "llama-picker-replicas")["data"]["secret"])
+    assert len(made) == 32
+    assert made.decode() not in json.dumps(charted("other", mode=mode))
+    assert file_of(objects, config_of(objects).replicas.secret) == "llama-picker-replicas"
+    mine = charted(mode=mode, replicasSecret="mine")
+    assert not list(each(mine, "Secret"))
+    assert file_of(mine, config_of(mine).replicas.secret) == "mine"
+
+
+def file_of(objects: list[Object], path: str) -> str:
+    """The Secret that the picker has at a path."""
+    folder, _, _ = path.rpartition("/")
+    (name,) = (
+        mount["name"]
+        for mount in container(objects, "picker")["volumeMounts"]
+        if mount["mountPath"] == folder
+    )
+    volumes = only(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+    (volume,) = (volume for volume in volumes if volume["name"] == name)
+    return str(volume["secret"]["secretName"])
+
+
+@pytest.mark.parametrize("mode", ["gateway", "standalone"])
+def test_other_files_can_be_mounted(mode: str) -> None:
+    objects = charted(
+        mode=mode,
+        extraVolumes=[{"name": "admins", "secret": {"secretName": "quota-admins"}}],
+        extraVolumeMounts=[{"name": "admins", "mountPath": "/etc/warmpath-admins"}],
+        config={"quota": {"admin": {"tokens": "/etc/warmpath-admins/tokens"}}},
+    )
+    assert file_of(objects, config_of(objects).quota.admin.tokens) == "quota-admins"
 
 
 @pytest.mark.parametrize(

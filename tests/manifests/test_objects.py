@@ -40,6 +40,9 @@ RENDERED = {
     "chart, everything": lambda: charted(
         config=ALL,
         certificateSecret="mine",
+        replicasSecret="mine",
+        extraVolumes=[{"name": "more", "secret": {"secretName": "mine"}}],
+        extraVolumeMounts=[{"name": "more", "mountPath": "/etc/more", "readOnly": True}],
         objectives={"batch": -1},
         podMonitor={"create": True, "labels": {"release": "prometheus"}},
         autoscaling={"type": "keda", "minReplicas": 0},
@@ -107,6 +110,10 @@ def test_what_pods_mount_is_there(objects: list[Object]) -> None:
                 assert only(objects, "ConfigMap", volume["configMap"]["name"])
             elif "emptyDir" in volume:
                 assert "sizeLimit" in volume["emptyDir"]
+            elif not volume["secret"].get("optional"):
+                made = {thing["metadata"]["name"] for thing in each(objects, "Secret")}
+                issued = {thing["spec"]["secretName"] for thing in each(objects, "Certificate")}
+                assert volume["secret"]["secretName"] in {*made, *issued, "mine"}
         account = pod["spec"].get("serviceAccountName")
         assert account is None or only(objects, "ServiceAccount", account)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.manifests.rendered import (
     charted,
     container,
     containers,
+    each,
     kustomized,
     only,
 )
@@ -66,10 +68,14 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 
 @pytest.fixture
 def mounted(objects: list[Object], tmp_path: Path) -> Path:
-    """The picker's ConfigMap, as its volume has it."""
+    """The picker's ConfigMap and Secret, as its volumes have them."""
     data = only(objects, "ConfigMap")["data"]
     assert list(data) == ["warmpath.yaml"]
-    (tmp_path / "warmpath.yaml").write_text(data["warmpath.yaml"])
+    text = data["warmpath.yaml"].replace("/etc/warmpath-replicas/", f"{tmp_path}/")
+    (tmp_path / "warmpath.yaml").write_text(text)
+    for thing in each(objects, "Secret"):
+        for name, value in thing["data"].items():
+            (tmp_path / name).write_bytes(b64decode(value))
     return tmp_path
 
 
@@ -127,7 +133,7 @@ def test_pickers_find_each_other(objects: list[Object], mounted: Path) -> None:
     spec = only(objects, "Service", service)["spec"]
     assert spec["clusterIP"] == "None"
     assert spec["publishNotReadyAddresses"] is True
-    assert [str(each["port"]) for each in spec["ports"]] == [port]
+    assert [str(one["port"]) for one in spec["ports"]] == [port]
     assert deployment(objects)["replicas"] == 2
 
 

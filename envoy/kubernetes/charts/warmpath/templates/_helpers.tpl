@@ -51,7 +51,7 @@ http: {{ dig "envoy" "listen" 8080 .Values.config | int }}
 {{- $_ := set $config "listen" $listen }}
 {{- $_ := set $config "pool" (dict "name" .Release.Name "kubernetes" $kubernetes) }}
 {{- $_ := set $config "prefix" (dict "mode" "events") }}
-{{- $_ := set $config "replicas" (dict "service" (printf "%s-replicas:%v" (include "warmpath.picker" .) $ports.replica)) }}
+{{- $_ := set $config "replicas" (dict "service" (printf "%s-replicas:%v" (include "warmpath.picker" .) $ports.replica) "secret" "/etc/warmpath-replicas/secret") }}
 {{- $_ := set $config "drainDelay" $drainDelay }}
 {{- $_ := set $config "drain" "60s" }}
 {{- mustMergeOverwrite $config (deepCopy .Values.config) | toYaml }}
@@ -123,9 +123,13 @@ capabilities: {drop: [ALL]}
     {{- include "warmpath.hardened" . | nindent 4 }}
   volumeMounts:
   - {name: config, mountPath: /etc/warmpath, readOnly: true}
+  - {name: replicas, mountPath: /etc/warmpath-replicas, readOnly: true}
   - {name: cache, mountPath: /var/cache/warmpath}
   - {name: tmp, mountPath: /tmp}
   {{- if .Values.certificateSecret }}
   - {name: tls, mountPath: /etc/warmpath-tls, readOnly: true}
+  {{- end }}
+  {{- with .Values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end }}
