@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -29,6 +29,9 @@ RENDERED = {
         f"options/{option}": lambda option=option: kustomized("gateways/base", option)
         for option in OPTIONS
     },
+    "options/pod-monitor, metrics-auth": lambda: kustomized(
+        "gateways/base", "pod-monitor", "metrics-auth"
+    ),
     "chart": charted,
     "chart, standalone": lambda: charted(mode="standalone"),
     "chart, other ports": lambda: charted(config={"listen": PORTS}),
@@ -44,7 +47,11 @@ RENDERED = {
         extraVolumes=[{"name": "more", "secret": {"secretName": "mine"}}],
         extraVolumeMounts=[{"name": "more", "mountPath": "/etc/more", "readOnly": True}],
         objectives={"batch": -1},
-        podMonitor={"create": True, "labels": {"release": "prometheus"}},
+        podMonitor={
+            "create": True,
+            "labels": {"release": "prometheus"},
+            "tokenSecret": "mine",
+        },
         autoscaling={"type": "keda", "minReplicas": 0},
         podAnnotations={"a": "b"},
         podLabels={"team": "ml"},
@@ -206,6 +213,32 @@ def test_references_lead_somewhere(objects: list[Object]) -> None:
             check = spec["default"].get("config", {}).get("httpHealthCheck", {})
             ports = {port["number"] for port in pool["spec"]["targetPorts"]}
             assert not check or check["port"] in ports
+
+
+@pytest.mark.parametrize(
+    ("made", "secret"),
+    [
+        (lambda: kustomized("gateways/base", "pod-monitor"), None),
+        (
+            lambda: kustomized("gateways/base", "pod-monitor", "metrics-auth"),
+            "llama-picker-metrics",
+        ),
+        (lambda: charted(podMonitor={"create": True}), None),
+        (
+            lambda: charted(
+                config={"listen": {"metricsAuth": "tokenReview"}},
+                podMonitor={"create": True, "tokenSecret": "mine"},
+            ),
+            "mine",
+        ),
+    ],
+)
+def test_scrapes_show_a_token_where_pickers_ask_for_one(
+    made: Callable[[], list[Object]], secret: str | None
+) -> None:
+    (scraped,) = only(made(), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    shown = {"credentials": {"name": secret, "key": "token"}} if secret else None
+    assert scraped.get("authorization") == shown
 
 
 @pytest.mark.parametrize("folder", WORKERS)
