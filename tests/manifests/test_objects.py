@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
+import yaml
 
 from picker.health import LIVENESS, READINESS
 from tests.manifests.rendered import (
     BUILDS,
+    FOLDER,
     NAMESPACE,
     OPTIONS,
     WORKERS,
@@ -239,6 +242,20 @@ def test_scrapes_show_a_token_where_pickers_ask_for_one(
     (scraped,) = only(made(), "PodMonitor")["spec"]["podMetricsEndpoints"]
     shown = {"credentials": {"name": secret, "key": "token"}} if secret else None
     assert scraped.get("authorization") == shown
+
+
+def test_a_certificate_is_for_the_service_in_any_namespace_by_the_patch_that_is_shown() -> None:
+    text = (FOLDER / "options/certificate/kustomization.yaml").read_text()
+    _, _, shown = text.partition("#   patches:\n")
+    shown, _, _ = shown.partition("apiVersion")
+    patches = yaml.safe_load(re.sub("^# {3}", "", shown, flags=re.MULTILINE).replace("MINE", "ai"))
+    for namespace, own in (("default", {}), ("ai", {"namespace": "ai", "patches": patches})):
+        objects = kustomized("gateways/base", "certificate", own=yaml.safe_dump(own) if own else "")
+        service = only(objects, "Service", "llama-picker")["metadata"]
+        assert service.get("namespace", "default") == namespace
+        names = only(objects, "Certificate")["spec"]["dnsNames"]
+        svc = f"{service['name']}.{namespace}.svc"
+        assert names == [service["name"], svc, f"{svc}.cluster.local"]
 
 
 @pytest.mark.parametrize("folder", WORKERS)
