@@ -34,6 +34,7 @@ from picker.prefix.gauges import EventGauges
 from picker.prefix.match import PrefixProducer
 from picker.prefix.view import EventsView
 from picker.quota.gauges import QuotaGauges
+from picker.quota.stores import without_password
 from picker.refusal import Refusal
 from picker.reload import Reloads
 from picker.replicas.gauges import ReplicaGauges
@@ -171,6 +172,7 @@ class Pages:
 
     async def config(self, request: web.Request) -> web.Response:
         data = as_data(self._views.config())
+        data["quota"]["store"] = without_password(data["quota"]["store"])
         if request.query.get("format") == "json":
             return _json(data)
         return web.Response(text=plain(data), content_type="application/yaml")

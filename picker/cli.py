@@ -19,8 +19,20 @@ COMMANDS = {  # name: (module, attribute, one line of help)
 }
 
 
+OWN_OPTIONS = ("-h", "--help", "--version")
+
+
 class LazyGroup(click.Group):
-    """A group that knows its commands by name and imports one when it is needed."""
+    """A group that knows its commands by name and imports one when it is needed.
+
+    Other flags in the place of a command are `pick`'s: the reference picker's charts give its flags
+    and no command, and an image's entrypoint is `warmpath`.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in OWN_OPTIONS:
+            args = ["pick", *args]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -6,18 +6,17 @@ and of bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from picker.convert import converted
 from picker.document import ConfigError, Document, Place, dotted, nearest, read_text, shown
+from picker.units import BYTES, SECONDS, num_bytes, scaled, seconds
 
 MIB = 1 << 20
-T = TypeVar("T")
 ENGINES = ("vllm", "sglang", "trtllm", "triton")  # whose metrics are known
 
 
@@ -53,7 +52,7 @@ class Section(
 class Tls(Section, frozen=True):
     """Of the gRPC port. Gateways expect it, and believe any certificate."""
 
-    mode: Literal["off", "selfSigned", "files"] = "off"
+    mode: Literal["none", "selfSigned", "files"] = "none"
     certificate: str = ""  # PEM files, read again when they change
     key: str = ""
     client_ca: str = ""  # PEM file: only clients with a certificate of these are served
@@ -379,21 +378,6 @@ LEAST_AND_MOST = {  # what a number may be, as it is written
     "drainDelay": ("0s", "10m"),
     "drain": ("0s", "1h"),
 }
-SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-BYTES = {"": 1} | {
-    unit + tail: 1 << shift
-    for unit, shift in (("Ki", 10), ("Mi", 20), ("Gi", 30))
-    for tail in ("", "B")
-}
-EXPECTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text (numbers and words like `on` need quotes)",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "keys with values",
-    "null": "nothing",
-}
 
 
 def load(path: str | Path, check: Callable[[Config], object] | None = None) -> Config:
@@ -424,7 +408,7 @@ def build(
     document: Document, data: dict[str, Any], check: Callable[[Config], object] | None = None
 ) -> Config:
     """The configuration in a document's data, or in data that was made of it. See `load`."""
-    config = converted(document, data, Config)
+    config = converted(document, data, Config, _number)
     _check_ranges(document, config)
     engine, engines = config.metrics.engine, {*ENGINES, *config.metrics.engines}
     if engine not in engines:
@@ -444,61 +428,11 @@ def build(
     return config
 
 
-def converted(
-    document: Document,
-    data: Any,
-    kind: type[T],
-    place: Place = (),
-    hook: Callable[[type, object], object] | None = None,
-) -> T:
-    """Data that stands at a place of a document, as a type.
-
-    Args:
-        hook: makes a value of a type that msgspec does not know, or raises ValueError.
-
-    Raises:
-        ConfigError: it cannot be that, at its place.
-    """
-    data = _known(document, data, kind, place)
-    try:
-        return msgspec.convert(data, kind, dec_hook=_number if hook is None else hook)
-    except msgspec.ValidationError as problem:
-        raise _explained(document, str(problem), kind, place) from None
-
-
 def as_data(config: Config) -> dict[str, Any]:
     """As it would stand in the file: camelCase keys, seconds and bytes as numbers."""
     data = msgspec.to_builtins(config, enc_hook=lambda number: number + 0)
     assert isinstance(data, dict)
     return data
-
-
-def seconds(value: object) -> float:
-    """A duration: `50ms`, `2s`, `5m`, `1h`, or a number of seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return _scaled(value, SECONDS | {"": 1.0}, "a duration", "50ms, 2s, 5m or 1h")
-
-
-def num_bytes(value: object) -> int:
-    """A size: `16MiB`, `1Gi`, or a number of bytes.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return int(_scaled(value, BYTES, "a size", "256, 64KiB, 16MiB or 1GiB"))
-
-
-def _scaled(value: object, units: dict[str, Any], what: str, examples: str) -> float:
-    if isinstance(value, str):
-        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value)
-        if match and match[2] in units:
-            return float(match[1]) * float(units[match[2]])
-    elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-        return float(value)
-    raise ValueError(f"{shown(value)} is not {what}: write {examples}")
 
 
 def _number(kind: type, value: object) -> object:
@@ -507,65 +441,6 @@ def _number(kind: type, value: object) -> object:
     if kind is Size:
         return Size(num_bytes(value))
     raise NotImplementedError(kind)
-
-
-def _known(document: Document, data: Any, kind: Any, place: Place) -> Any:
-    """The data without keys that say nothing (null), once every key is found to be known."""
-    if get_origin(kind) in (list, tuple) and isinstance(data, list):
-        item = get_args(kind)[0]
-        return [_known(document, each, item, (*place, i)) for i, each in enumerate(data)]
-    if not (isinstance(kind, type) and issubclass(kind, Section) and isinstance(data, dict)):
-        return data
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    for key in data:
-        if key not in fields:
-            raise document.error((*place, key), f"unknown key; {nearest(key, fields)}")
-    return {
-        key: _known(document, value, fields[key], (*place, key))
-        for key, value in data.items()
-        if value is not None
-    }
-
-
-def _explained(document: Document, message: str, kind: Any, base: Place) -> ConfigError:
-    """msgspec's error at its place in the file, below `base`, in this file's words."""
-    what, _, where = message.partition(" - at `$")
-    place = base
-    for key, index in re.findall(r"\.([A-Za-z]+)|\[([0-9]+|\.\.\.)\]", where):
-        if index == "...":  # some value of a mapping
-            wrong = re.search(r"got `(\w+)`", what)
-            place = (*place, _wrong_key(document.at(place), wrong[1] if wrong else ""))
-        else:
-            place = (*place, key or int(index))
-    value = document.at(place)
-    if match := re.match(r"Expected `(.+?)`(?: (>=|<=) (\S+))?", what):
-        expected = " or ".join(EXPECTED.get(kind, kind) for kind in match[1].split(" | "))
-        if match[2]:
-            expected += f", at {'least' if match[2] == '>=' else 'most'} {match[3]}"
-        elif isinstance(value, str) and re.fullmatch(r"-?[0-9.]+|true|false", value):
-            expected += " (without quotes)"
-        what = f"expected {expected}, got {shown(value)}"
-    elif what.startswith("Invalid enum value"):
-        what = (
-            f"{shown(value)} is unknown; {nearest(str(value), _choices(kind, place[len(base) :]))}"
-        )
-    elif what.startswith("Object missing required field"):
-        what = f"the key {what.split('`')[1]!r} is missing"
-    return document.error(place, what)
-
-
-def _wrong_key(mapping: Any, got: str) -> str:
-    """The first key whose value has the type that msgspec refused."""
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "array": list, "object": dict}
-    kind = kinds.get(got, type(None))
-    return next((key for key, value in mapping.items() if type(value) is kind), "")
-
-
-def _choices(kind: Any, place: Place) -> list[str]:
-    """The words that a key takes."""
-    for key in place:
-        kind = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}[str(key)]
-    return [str(word) for word in get_args(kind)]
 
 
 def check_range(key: str, value: float, written: object) -> None:
@@ -593,4 +468,4 @@ def _check_ranges(document: Document, config: Config) -> None:
 
 
 def _bound(written: str) -> float:
-    return _scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")
+    return scaled(written, SECONDS | BYTES, "a bound", "1s or 1MiB")

@@ -40,88 +40,27 @@ client gave. Both need to be shown the whole request's body and to answer with i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum, auto
 from typing import NamedTuple
 
 from picker.director import Outcome, Pick
 from picker.names import METHODS, OWNED_HEADERS, OWNED_PREFIXES, REQUEST_ID
-from picker.refusal import Refusal
+from picker.refusal import Refusal, body_too_large, unknown_method
+from picker.replies import (
+    REPLACED,
+    RESIZED,
+    Await,
+    BodyMode,
+    Message,
+    Replace,
+    Reply,
+    Steer,
+    Tell,
+    pieces,
+)
 from picker.restore import ModelRestorer
 from picker.splice import Splice, apply
 from picker.sse import UsageStripper
 from picker.usage import UsageReader
-
-MAX_CHUNK = 62_000  # bytes of a body in one answer, as the reference picker has it
-
-
-class BodyMode(IntEnum):
-    """How Envoy sends a body and wants it answered; numbered as in its ProcessingMode."""
-
-    NONE = 0
-    STREAMED = 1
-    BUFFERED = 2
-    BUFFERED_PARTIAL = 3
-    FULL_DUPLEX_STREAMED = 4
-
-
-class Message(IntEnum):
-    """One message of Envoy. As a reply: let it go on as it is."""
-
-    REQUEST_HEADERS = auto()
-    REQUEST_BODY = auto()
-    REQUEST_TRAILERS = auto()
-    RESPONSE_HEADERS = auto()
-    RESPONSE_BODY = auto()
-    RESPONSE_TRAILERS = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Steer:
-    """The request goes to an endpoint: set headers and metadata, remove owned headers."""
-
-    message: Message  # the one that this answers: the request's headers or body
-    destination: str  # for the header DESTINATION and the metadata of the same name
-    request_id: str | None  # set as a header, unless None: the client's is as good
-    remove: tuple[str, ...]  # headers that the client sent, besides OWNED_HEADERS
-    retry_on: str | None = None  # for the header RETRY_ON, unless None
-    responses_off: BodyMode | None = None  # see Await
-    body: bytes | None = None  # in place of the one that this answers, with its length
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """The request's headers may be followed by its body; the answer to that will steer it."""
-
-    responses_off: BodyMode | None  # ask for no response bodies; the request's mode, which stays
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a body in full duplex."""
-
-    message: Message
-    data: bytes | memoryview  # at most MAX_CHUNK bytes
-    end: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """Other bytes in place of those that this answers, outside of full duplex."""
-
-    message: Message
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """The response's headers go on, with these set and those removed."""
-
-    headers: Sequence[tuple[str, str]]
-    remove: Sequence[str] = ()
-
-
-Reply = Message | Steer | Await | Chunk | Replace | Tell | Refusal
 
 
 class Ask(NamedTuple):
@@ -134,11 +73,6 @@ class Ask(NamedTuple):
     subset: tuple[str, ...] | None  # endpoints that it may go to; None: all
     claim: str | None = None  # of a token that the gateway has verified: who asks
 
-
-# Of a request whose body changes on its way in full duplex, where nobody waits for its length. The
-# answer is to be read, so it may not be compressed.
-RESIZED = ("content-length", "accept-encoding")
-REPLACED = ("accept-encoding",)
 
 _ALWAYS_REMOVED = frozenset(OWNED_HEADERS)  # DESTINATION is overwritten
 _NO_REPLY: tuple[Reply, ...] = ()
@@ -257,7 +191,7 @@ class Exchange:
         self._headers, self._subset, self._claim = headers, subset, claim
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_body:
-            return [self._too_large()]
+            return [self._refuse(body_too_large(self._max_body))]
         if end:
             return self._ask(Message.REQUEST_HEADERS, b"")
         match self._request_mode:
@@ -276,7 +210,7 @@ class Exchange:
             return _NO_REPLY if duplex else [Message.REQUEST_BODY]
         self._length += len(data)
         if self._length > self._max_body:
-            return [self._too_large()]
+            return [self._refuse(body_too_large(self._max_body))]
         if duplex:
             if data:
                 self._chunks.append(data)
@@ -294,7 +228,8 @@ class Exchange:
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
             return self._release(trailers=True)
         # An Envoy that buffers has nothing left to answer that could carry the endpoint.
-        return [self._refuse(400, "missing_body", "the request has trailers but no body")]
+        why = "the request has trailers but no body"
+        return [self._refuse(Refusal(400, "missing_body", why))]
 
     def _release(self, *, trailers: bool) -> Sequence[Reply]:
         """The held request is complete: let it go."""
@@ -310,7 +245,7 @@ class Exchange:
         assert headers is not None
         method = headers.get(":method", "")
         if method not in METHODS:
-            return [self._refuse(*unknown_method(method))]
+            return [self._refuse(unknown_method(method))]
         self._carrier = carrier
         self.asks = Ask(method, headers.get(":path", ""), headers, body, self._subset, self._claim)
         return _NO_REPLY
@@ -327,7 +262,7 @@ class Exchange:
             if body is not None and splices:
                 if not self._fits(splices, body):
                     pick.end(Outcome.ABORTED)
-                    return [self._too_large()]
+                    return [self._refuse(body_too_large(self._max_body))]
                 changed = apply(splices, body)
         replies: list[Reply] = [self._steer(pick, changed)]
         if self._released is not None:
@@ -336,7 +271,7 @@ class Exchange:
                 body = changed
             self._released = None
             if body or not trailers:
-                replies += _pieces(Message.REQUEST_BODY, body, end=not trailers)
+                replies += pieces(Message.REQUEST_BODY, body, end=not trailers)
             if trailers:
                 replies.append(Message.REQUEST_TRAILERS)
         return replies
@@ -401,14 +336,8 @@ class Exchange:
             return None
         return self._request_mode
 
-    def _too_large(self) -> Refusal:
-        limit = self._max_body
-        message = f"the request body is over the limit of {limit} bytes"
-        return self._refuse(413, "body_too_large", message)
-
-    def _refuse(self, status: int, reason: str, message: str) -> Refusal:
+    def _refuse(self, refusal: Refusal) -> Refusal:
         """A refusal of our own."""
-        refusal = Refusal(status, reason, message)
         self._tell_refusal(refusal)
         self._give_up()
         return refusal
@@ -487,7 +416,7 @@ class Exchange:
         is_last = end or mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
         left = self._edited(data, is_last)
         if mode is BodyMode.FULL_DUPLEX_STREAMED:
-            return _pieces(Message.RESPONSE_BODY, left, end=end) if left or end else _NO_REPLY
+            return pieces(Message.RESPONSE_BODY, left, end=end) if left or end else _NO_REPLY
         return [Message.RESPONSE_BODY if left == data else Replace(Message.RESPONSE_BODY, left)]
 
     def _edited(self, data: bytes, is_last: bool) -> bytes:
@@ -506,8 +435,8 @@ class Exchange:
         last = self._with_last_piece(b"")
         if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
             last = self._edited(last, is_last=True)
-        pieces = _pieces(Message.RESPONSE_BODY, last, end=False) if last else []
-        return [*pieces, Message.RESPONSE_TRAILERS]
+        before = pieces(Message.RESPONSE_BODY, last, end=False) if last else []
+        return [*before, Message.RESPONSE_TRAILERS]
 
     def _with_last_piece(self, data: bytes) -> bytes:
         """The piece that waits, if one does, and what came after it."""
@@ -538,23 +467,5 @@ class Exchange:
         self, message: Message, mode: BodyMode, data: bytes, end: bool
     ) -> Sequence[Reply]:
         if mode is BodyMode.FULL_DUPLEX_STREAMED:
-            return _pieces(message, data, end=end)
+            return pieces(message, data, end=end)
         return [message]
-
-
-def unknown_method(method: str) -> tuple[int, str, str]:
-    """Status, reason and message of a refusal."""
-    return 405, "unknown_method", f"the method {method[:40]!r} is unknown"
-
-
-def _pieces(message: Message, body: bytes, *, end: bool) -> list[Chunk]:
-    """A body in chunks; an empty one is one chunk."""
-    if len(body) <= MAX_CHUNK:
-        return [Chunk(message, body, end)]
-    view = memoryview(body)
-    chunks = [
-        Chunk(message, view[start : start + MAX_CHUNK], False)
-        for start in range(0, len(body), MAX_CHUNK)
-    ]
-    chunks[-1] = Chunk(message, chunks[-1].data, end)
-    return chunks

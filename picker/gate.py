@@ -19,11 +19,11 @@ from picker.flow import Flow
 from picker.flow_gauges import Waits
 from picker.identity import Caller, Identities, Owner
 from picker.load import Load
-from picker.objectives import check as check_flow
+from picker.objectives import check_settings as check_flow
 from picker.pool import Endpoint, Pool
 from picker.quota.admission import Admission, Ask, Quotas, Refused
 from picker.quota.store import Store
-from picker.quota.stores import check_settings
+from picker.quota.stores import check_settings as check_quota
 from picker.request import LLMRequest
 from picker.running_output import RunningOutput
 from picker.saturation import Saturation
@@ -101,7 +101,7 @@ class Gate:
 
     def __init__(self, config: Config, pool: Pool, load: Load) -> None:
         if config.quota.enabled:
-            check_settings(config.quota)
+            check_quota(config.quota)
         self._queues = config.flow.enabled and config.flow.queue
         if not config.usage and (config.quota.enabled or self._queues):
             raise ValueError("usage: tokens have to be read where quota or flow is enabled")

@@ -1,6 +1,8 @@
 """gRPC health: whether this picker lives, and whether it should be asked.
 
-`liveness` is always SERVING; the others follow `set_ready`. A name that is none of these is, as the
+`liveness` is always SERVING; `inference-extension` since the pool is known, until the end, for the
+reference picker's chart asks it for both liveness and readiness, and what drains must not be
+killed; the others follow `set_ready`. A name that is none of these is, as the
 health protocol has it, the error NOT_FOUND to a Check and the status SERVICE_UNKNOWN to a Watch,
 which goes on: the reference picker answers a Check by that status, too, which its protocol keeps
 for Watch.
@@ -20,15 +22,25 @@ from picker import grpc_port
 from picker.names import EXT_PROC
 
 LIVENESS = "liveness"
+SYNCED = "inference-extension"
 READINESS = ("", "readiness", EXT_PROC)
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """The health service. It can join several servers."""
 
-    def __init__(self, still: Callable[[], bool] = lambda: True) -> None:
-        """`still` is asked with each check: what was ready may be so no more, and not know yet."""
+    def __init__(
+        self,
+        still: Callable[[], bool] = lambda: True,
+        synced: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """
+        Args:
+            still: asked with each check: what was ready may be so no more, and not know yet.
+            synced: whether it is known which pods there are, or was once.
+        """
         self._still = still
+        self._synced = synced
         self._ready = False
         self._changed = asyncio.Event()
 
@@ -52,7 +64,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
         return HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        services = (LIVENESS, *READINESS)
+        services = (LIVENESS, SYNCED, *READINESS)
         return health_pb2.HealthListResponse(
             statuses={name: HealthCheckResponse(status=self._status(name)) for name in services}
         )
@@ -69,11 +81,15 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
             await changed.wait()
 
     def _status(self, service: str) -> int:
-        if service == LIVENESS or (service in READINESS and self.ready):
-            return int(HealthCheckResponse.SERVING)
-        if service in READINESS:
-            return int(HealthCheckResponse.NOT_SERVING)
-        return int(HealthCheckResponse.SERVICE_UNKNOWN)
+        if service == LIVENESS:
+            serving = True
+        elif service == SYNCED:
+            serving = self._synced()
+        elif service in READINESS:
+            serving = self.ready
+        else:
+            return int(HealthCheckResponse.SERVICE_UNKNOWN)
+        return int(HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING)
 
 
 class HealthServer:

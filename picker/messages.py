@@ -26,18 +26,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
 from picker.config import Identity
-from picker.exchange import (
-    RESIZED,
-    Await,
-    BodyMode,
-    Chunk,
-    Exchange,
-    Message,
-    Replace,
-    Reply,
-    Steer,
-    Tell,
-)
+from picker.exchange import Exchange
 from picker.names import (
     DESTINATION,
     JWT_NAMESPACE,
@@ -50,6 +39,17 @@ from picker.names import (
     SUBSET_HINT,
 )
 from picker.refusal import Refusal
+from picker.replies import (
+    RESIZED,
+    Await,
+    BodyMode,
+    Chunk,
+    Message,
+    Replace,
+    Reply,
+    Steer,
+    Tell,
+)
 
 _REMOVED = tuple(name for name in OWNED_HEADERS if name != DESTINATION)  # which is overwritten
 

@@ -26,7 +26,7 @@ class Objectives:
 
     def reconfigure(self, settings: Settings) -> None:
         """Raises ValueError, as at first; nothing has changed then."""
-        check(settings)
+        check_settings(settings)
         self._settings = settings
         self._objective_headers = header_names(settings.objective_header)
         self._priority_header = settings.priority_header.lower()
@@ -77,7 +77,7 @@ def _whole(text: str) -> int | None:
         return None
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Raises ValueError: a priority or a tenant's weight is out of range."""
     for name, priority in settings.objectives.items():
         if not -MOST <= priority <= MOST:

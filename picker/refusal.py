@@ -60,3 +60,13 @@ class Refusal(Exception):
             "code": self.reason,
         }
         return msgspec.json.encode({"error": error})
+
+
+def unknown_method(method: str) -> Refusal:
+    return Refusal(405, "unknown_method", f"the method {method[:40]!r} is unknown")
+
+
+def body_too_large(limit: int) -> Refusal:
+    """`limit`: bytes."""
+    why = f"the request body is over the limit of {limit} bytes"
+    return Refusal(413, "body_too_large", why)

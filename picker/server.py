@@ -19,10 +19,11 @@ import grpc
 from picker import grpc_port
 from picker.config import MIB, Config
 from picker.director import Director, Pick
-from picker.exchange import Ask, Exchange, Reply
+from picker.exchange import Ask, Exchange
 from picker.messages import Malformed, encode, tell
 from picker.names import EXT_PROC, SET_RETRY_ON
 from picker.refusal import Refusal
+from picker.replies import Reply
 
 log = logging.getLogger(__name__)
 

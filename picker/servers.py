@@ -44,6 +44,7 @@ class Servers:
         views: Views,
         *,
         still: Callable[[], bool],
+        synced: Callable[[], bool],
         tls: ServerTls | None,
         quota: QuotaAdminServer | None,
         replicas: Replicas | None,
@@ -51,6 +52,7 @@ class Servers:
         """
         Args:
             still: whether the service is ready, now.
+            synced: whether it is known which pods there are.
             tls: of the gRPC port; None: without.
         """
         listen = config.listen
@@ -59,7 +61,7 @@ class Servers:
         self.access_log = AccessLogService(self.lean.tickets)
         self.access_log.add_to(self.ext_proc.server)
         EndpointDiscovery(pool).add_to(self.ext_proc.server)
-        self.health = Health(still)
+        self.health = Health(still, synced)
         self.health.add_to(self.ext_proc.server)  # Envoy probes the port that it uses
         self._health_server = HealthServer(self.health, listen.host, listen.health)
         self._admin = AdminServer(views, listen.host, listen.admin)

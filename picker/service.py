@@ -24,7 +24,7 @@ from picker.quota.store import Store
 from picker.quota.stores import open_store
 from picker.reload import Reloads, in_force
 from picker.replicas.known import Known
-from picker.replicas.peers import check as check_replicas
+from picker.replicas.peers import check_settings as check_replicas
 from picker.replicas.replicas import Replicas, is_one_of_many, read_secret
 from picker.rewrites import Rewrites
 from picker.schedule import Scheduler
@@ -144,7 +144,7 @@ class Service:
         listen = self.config.listen
         if self._cluster is not None:
             await self._cluster.connect()
-        if listen.tls.mode != "off":
+        if listen.tls.mode != "none":
             self._tls = ServerTls(listen)
             self._watching = asyncio.create_task(self._tls.watch())
         self._replicas = self._make_replicas()
@@ -154,6 +154,7 @@ class Service:
             self._pool,
             self._views(),
             still=lambda: self.not_ready is None,
+            synced=lambda: self._kubernetes is None or self._kubernetes.synced,
             tls=self._tls,
             quota=self._quota_admin(),
             replicas=self._replicas,
@@ -175,6 +176,7 @@ class Service:
         """
         if self._kubernetes is not None:
             await self._kubernetes.first_round()
+            self._tell()  # that the pool is known
         await self._scraper.first_round()
         await self._prefix.first_round()
         if self._replicas is not None:
@@ -367,7 +369,7 @@ def check_config(config: Config) -> None:
 def check_start(config: Config) -> None:
     """`check_config`, and that the files can be used that a start needs. Raises ValueError."""
     check_config(config)
-    if config.listen.tls.mode != "off":
+    if config.listen.tls.mode != "none":
         ServerTls(config.listen)
     if is_one_of_many(config.replicas):
         read_secret(config.replicas)

@@ -166,7 +166,7 @@ def check_settings(tls: Tls) -> None:
             raise ValueError(f"listen.tls.{name}: name a PEM file: 'listen.tls.mode' is 'files'")
         if tls.mode != "files" and path:
             raise ValueError(f"listen.tls.{name}: {path!r} is not used: set listen.tls.mode: files")
-    if tls.mode == "off" and tls.client_ca:
+    if tls.mode == "none" and tls.client_ca:
         raise ValueError(
             f"listen.tls.clientCa: {tls.client_ca!r} is not used: listen.tls.mode is off"
         )

@@ -11,7 +11,8 @@ import click
 
 from picker.commands.errors import BadConfig, CheckFailed
 from picker.commands.reference_flags import Applied, PickCommand, applied, reference_flags
-from picker.config import Config, Duration, check_range, seconds
+from picker.config import Config, Duration, check_range
+from picker.units import seconds
 
 EXAMPLES = """\b
 Examples:

@@ -301,7 +301,7 @@ def _security(given: Mapping[str, Any], result: Applied) -> None:
     secure, path = given.get("secure-serving"), given.get("cert-path")
     listen = result.above.setdefault("listen", {})
     if secure is False:
-        listen["tls"] = {"mode": "off"}
+        listen["tls"] = {"mode": "none"}
     elif path:
         certificate, key = Path(path) / "tls.crt", Path(path) / "tls.key"
         listen["tls"] = {"mode": "files", "certificate": str(certificate), "key": str(key)}

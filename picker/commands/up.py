@@ -113,7 +113,7 @@ def up(
             health=health_port,
             http=http_port,
             admin=admin_port,
-            tls=Tls(mode="selfSigned" if tls else "off"),
+            tls=Tls(mode="selfSigned" if tls else "none"),
             replica=replica_port,
         ),
         envoy_admin=envoy_admin_port,

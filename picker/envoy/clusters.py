@@ -193,13 +193,20 @@ def _watch(cluster: Cluster) -> None:
 
 def _dead_pickers() -> OutlierDetection:
     """Pass over a picker that cannot be reached, before its health is asked again."""
+    return _pass_over(1, timedelta(seconds=1), timedelta(seconds=2), timedelta(milliseconds=500))
+
+
+def _pass_over(
+    failures: int, first: timedelta, longest: timedelta, interval: timedelta
+) -> OutlierDetection:
+    """What cannot be reached so many times in a row, for so long; what is answered never counts."""
     return OutlierDetection(
-        interval=timedelta(milliseconds=500),
-        base_ejection_time=timedelta(seconds=1),
-        max_ejection_time=timedelta(seconds=2),
+        interval=interval,
+        base_ejection_time=first,
+        max_ejection_time=longest,
         max_ejection_percent=50,
         split_external_local_origin_errors=True,
-        consecutive_local_origin_failure=1,
+        consecutive_local_origin_failure=failures,
         enforcing_consecutive_local_origin_failure=100,
         enforcing_consecutive_5xx=0,
         enforcing_consecutive_gateway_failure=0,
@@ -306,19 +313,7 @@ def _lb_key(key: str) -> MetadataKey:
 def _outliers() -> OutlierDetection:
     """Pass over a pod that cannot be reached, for a few seconds.
 
-    Only failures to connect count. What a pod answers does not: with prefix routing one pod sees
-    one client's prompts, so that client's errors must not close the pod to others.
+    With prefix routing one pod sees one client's prompts, so that client's errors must not close
+    the pod to others.
     """
-    return OutlierDetection(
-        interval=timedelta(seconds=1),
-        base_ejection_time=timedelta(seconds=2),
-        max_ejection_time=timedelta(seconds=20),
-        max_ejection_percent=50,
-        split_external_local_origin_errors=True,
-        consecutive_local_origin_failure=3,
-        enforcing_consecutive_local_origin_failure=100,
-        enforcing_consecutive_5xx=0,
-        enforcing_consecutive_gateway_failure=0,
-        enforcing_success_rate=0,
-        enforcing_local_origin_success_rate=0,
-    )
+    return _pass_over(3, timedelta(seconds=2), timedelta(seconds=20), timedelta(seconds=1))

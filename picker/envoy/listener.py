@@ -52,7 +52,7 @@ from picker.config import Config
 from picker.envoy import lean, standard
 from picker.envoy.parts import RETRYABLE, extension, http_filter, set_header, socket
 from picker.names import OWNED_PREFIXES, PODS, SERVED_BY
-from picker.refusal import Refusal
+from picker.refusal import Refusal, body_too_large
 
 MAX_HEADERS = 300  # of a client; with those that the picker sets, they stay below pods' limits
 _NO_POD = ("UH", "UF", "UC", "UO", "LR", "UR", "URX", "NC", "DF", "UPE")
@@ -177,9 +177,8 @@ def _pods_route(config: Config, retry_on: str) -> Route:
 
 def _local_replies(config: Config) -> list[ResponseMapper]:
     """Envoy's own answers, in the shape that clients of model servers read."""
-    limit = f"the request body is over the limit of {config.max_body} bytes"
     return [
-        _reply(Refusal(413, "body_too_large", limit), _status(413)),
+        _reply(body_too_large(config.max_body), _status(413)),
         _reply(
             Refusal(503, "no_picker", "the endpoint picker does not answer", retry_after=1),
             _details("^ext_(authz|proc)_error"),

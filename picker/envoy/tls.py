@@ -32,7 +32,7 @@ def to_picker(config: Config) -> TransportSocket | None:
         ValueError: the certificate cannot be read, or names nobody; or Envoy's own is missing.
     """
     tls = config.listen.tls
-    if tls.mode == "off":
+    if tls.mode == "none":
         return None
     _check(config)
     context = CommonTlsContext(alpn_protocols=["h2"])

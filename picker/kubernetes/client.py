@@ -119,34 +119,26 @@ class Api:
         body: object,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        response = await self._send(verb, resource, name, query, body, limits)
+        async def send() -> aiohttp.ClientResponse:
+            response: aiohttp.ClientResponse = await self._client.call_api(
+                resource.path(name),
+                _METHODS[verb],
+                query_params=[] if query is None else list(query.items()),
+                header_params={"Accept": "application/json", "Content-Type": "application/json"},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=limits,
+            )
+            return response
+
+        response = await send()
         if response.status == 401 and await self._renew():
             response.close()
-            response = await self._send(verb, resource, name, query, body, limits)
+            response = await send()
         if not 200 <= response.status < 300:
             async with response:
                 raise refused(verb, resource, response.status, await _all_of(response))
-        return response
-
-    async def _send(
-        self,
-        verb: str,
-        resource: Resource,
-        name: str,
-        query: Mapping[str, str | int] | None,
-        body: object,
-        limits: aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
-        response: aiohttp.ClientResponse = await self._client.call_api(
-            resource.path(name),
-            _METHODS[verb],
-            query_params=[] if query is None else list(query.items()),
-            header_params={"Accept": "application/json", "Content-Type": "application/json"},
-            body=body,
-            auth_settings=["BearerToken"],
-            _preload_content=False,
-            _request_timeout=limits,
-        )
         return response
 
     async def _renew(self) -> bool:

@@ -47,6 +47,13 @@ def open_store(url: str, timeout: float = 0.0, *, create: bool = True) -> Store:
     return RedisStore(url, timeout or REDIS_SECONDS)
 
 
+def without_password(url: str) -> str:
+    """A store's URL, for people."""
+    scheme, slashes, rest = url.partition("://")
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}{slashes}***@{place}" if at else url
+
+
 def check_settings(settings: Quota) -> None:
     """Whether quotas can be had with these settings; the store is not opened.
 
@@ -75,8 +82,7 @@ def _kind(url: str) -> str:
     if parts.scheme.startswith("redis"):
         redis_url.parse(url)
         return "redis"
-    shown = f"{parts.scheme}://{url.rpartition('@')[2]}" if "@" in url else url  # no password
     raise QuotaError(
-        f"{shown!r} is no store: write memory:, sqlite:///var/lib/warmpath/quota.db "
-        "or redis://HOST:6379/0"
+        f"{without_password(url)!r} is no store: write memory:, "
+        "sqlite:///var/lib/warmpath/quota.db or redis://HOST:6379/0"
     )

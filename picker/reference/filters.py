@@ -16,29 +16,55 @@ DECODE = ("decode", "prefill-decode", "both", "encode-prefill-decode")
 PREFILL = ("prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode")
 ENCODE = ("encode", "encode-prefill", "encode-prefill-decode")
 MOST_FALLBACKS = 16
+DEFAULT_PENALTY_MS = 18_000.0
 ANY_WAITING, ANY_KV = 1 << 20, 1.0  # limits that are none
+ANY_SLACK = 1e12  # tokens; no pod has so many ahead
 
 
 class PrefixAffinity(FilterPlugin, frozen=True):
     affinity_threshold: float = 0.8
     exploration_probability: float = 0.0
-    max_ttft_penalty_ms: float = msgspec.field(name="maxTTFTPenaltyMs", default=18_000.0)
+    max_ttft_penalty_ms: float | None = msgspec.field(name="maxTTFTPenaltyMs", default=None)
+    max_tokens_in_flight_penalty: float | None = None
     peak_prefill_throughput: float = 15_928.0  # tokens/s
+    ttft_source: Literal["prefillThroughput", "latencyPredictor"] = msgspec.field(
+        name="ttftSource", default="prefillThroughput"
+    )
+    penalty_source: Literal["constant", "sessionCost"] = "constant"
     prefix_match_info_producer_name: str = ""
     in_flight_load_producer_name: str = ""
 
     def filter(self) -> Data:
         if not 0 < self.affinity_threshold <= 1:
             raise Refused("affinityThreshold: must be above 0 and at most 1")
-        slack = self.max_ttft_penalty_ms / 1000 * self.peak_prefill_throughput
-        if not 0 <= slack < 1e12:
-            raise Refused("maxTTFTPenaltyMs: must be from 0 to some hours")
+        if self.ttft_source == "latencyPredictor":
+            raise Refused(
+                "ttftSource: latencyPredictor: latencies are not predicted here; leave it out, and "
+                "set peakPrefillThroughput"
+            )
+        if self.penalty_source == "sessionCost":
+            raise Refused("penaltySource: sessionCost is not known here; leave it out")
         return {
             "type": "warm",
             "share": self.affinity_threshold,
-            "slack": slack,
+            "slack": self._slack(),
             "waitingTokens": 0,  # it knows of no request but its own
         }
+
+    def _slack(self) -> float:
+        """Tokens: the smaller limit of those that are set. 0 is none, as there."""
+        milliseconds, tokens = self.max_ttft_penalty_ms, self.max_tokens_in_flight_penalty
+        if milliseconds is None:
+            milliseconds = 0.0 if tokens else DEFAULT_PENALTY_MS
+        tokens = tokens or 0.0
+        if not 0 < self.peak_prefill_throughput < ANY_SLACK:
+            raise Refused("peakPrefillThroughput: must be above 0")
+        slack = milliseconds / 1000 * self.peak_prefill_throughput
+        if not 0 <= slack < ANY_SLACK:
+            raise Refused("maxTTFTPenaltyMs: must be from 0 to some hours")
+        if not 0 <= tokens < ANY_SLACK:
+            raise Refused("maxTokensInFlightPenalty: must be from 0 to 10^12")
+        return min(slack or ANY_SLACK, tokens or ANY_SLACK)
 
     def notes(self) -> list[str]:
         if not self.exploration_probability:

@@ -72,6 +72,7 @@ OTHERS: dict[str, type[Plugin]] = {
     "inflight-load-producer": _Producer,
     "burst-prefix-cache-producer": _Producer,
     "token-producer": _Tokens,
+    "tokenizer": _Tokens,  # its older name
     STRICT: _Fairness,
     ROUND_ROBIN: _Fairness,
     "program-aware-fairness-policy": _Fairness,

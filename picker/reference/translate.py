@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from picker.config import converted
+from picker.convert import converted
 from picker.document import ConfigError, Document, Place, nearest, shown
 from picker.reference.data import DATA
 from picker.reference.filters import FILTERS, PICKERS, Concurrency, Utilization
@@ -91,7 +91,7 @@ class _Translation:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._file = converted(document, document.data, File, hook=hook)
+        self._file = converted(document, document.data, File, hook)
         self._notes: list[str] = []
         self._plugins: dict[str, _Used] = {}
 
@@ -187,7 +187,7 @@ class _Translation:
                 what = f"{name} has no such parameter, it is ignored; {nearest(key, known)}"
                 self._note((*place, key), what)
         own = {key: value for key, value in told.items() if key in known}
-        return converted(self._document, own, kind, place, hook)
+        return converted(self._document, own, kind, hook, place)
 
     def _find(self, ref: str, place: Place, role: Role) -> _Used:
         """The plugin that is meant at a place, where it must have a role."""
@@ -215,6 +215,10 @@ class _Translation:
                 what = f"no plugin is called {part.plugin_ref!r}"
                 raise self._error(place, f"{what}; {nearest(part.plugin_ref, self._plugins)}")
             plugin, roles = used.plugin, used.plugin.roles
+            if roles == {Role.PRODUCER}:
+                what = f"{part.plugin_ref!r} ({used.type}) is ignored: a producer needs no profile"
+                self._note(place, what)
+                continue
             if not roles & {Role.FILTER, Role.SCORER, Role.PICKER}:
                 what = f"{part.plugin_ref!r} ({used.type}) is no filter, scorer or picker"
                 raise self._error(place, what)
@@ -361,7 +365,7 @@ class _Translation:
             "metricsStalenessThreshold": told.metrics_staleness_threshold,
         }
         given = {key: value for key, value in given.items() if value is not None}
-        detector = converted(self._document, given, Utilization, place, hook)
+        detector = converted(self._document, given, Utilization, hook, place)
         for what in detector.notes():
             self._note(place, what)
         return detector

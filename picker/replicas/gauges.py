@@ -37,6 +37,12 @@ DROPPED = Spec(
     (),
     "Entries of access logs whose picker is not there.",
 )
+FOREIGN = Spec(
+    "counter",
+    "warmpath_replica_foreign_prompts_total",
+    (),
+    "Prompts that other pickers told of, and that say nothing here: their settings are others.",
+)
 
 
 class ReplicaGauges:
@@ -56,3 +62,4 @@ class ReplicaGauges:
         yield from write(BYTES, [(("out",), news.sent_bytes), (("in",), told.received_bytes)])
         yield from write(SNAPSHOTS, [((), news.snapshots)])
         yield from write(DROPPED, [((), news.dropped_entries)])
+        yield from write(FOREIGN, [((), told.foreign)])

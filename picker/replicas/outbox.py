@@ -17,11 +17,10 @@ class Outbox:
         replica: the follower.
     """
 
-    def __init__(self, replica: int, most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, replica: int) -> None:
         self.replica = replica
         self.lost = True  # it knows nothing yet
         self.entries: list[bytes] = []  # of its own picks, for the next update
-        self._most = most_bytes
         self._size = 0
         self._waiting: deque[bytes] = deque()
         self._news = asyncio.Event()
@@ -29,7 +28,7 @@ class Outbox:
     def put(self, update: bytes) -> None:
         self._waiting.append(update)
         self._size += len(update)
-        if self._size > self._most:
+        if self._size > MAX_BYTES:
             self._empty()
             self.lost = True
         self._news.set()

@@ -53,8 +53,7 @@ class Peer:
                     await self._follow()
                     self._lost("it ends")
                 except grpc.aio.AioRpcError as problem:
-                    if problem.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                        self.is_self = "itself" in (problem.details() or "")
+                    self.is_self = problem.code() is grpc.StatusCode.ALREADY_EXISTS
                     self._lost(f"{problem.code().name}: {(problem.details() or '')[:200]}")
                 except (DecodeError, ValueError):
                     self._lost("it sends what is no update")

@@ -19,7 +19,7 @@ MAX_PEERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 
-def check(settings: ReplicasSection) -> None:
+def check_settings(settings: ReplicasSection) -> None:
     """Raises ValueError for settings that cannot be."""
     if settings.peers and settings.service:
         raise ValueError("replicas.service: name the pickers there or in replicas.peers, not both")

@@ -84,7 +84,7 @@ class ReplicaServer:
             why = f"this picker serves the pool {self._pool}, not {hello.pool[:64]!r}"
             await context.abort(code.FAILED_PRECONDITION, why)
         if not hello.replica or hello.replica == self._news.replica:
-            await context.abort(code.FAILED_PRECONDITION, "this is the asking picker itself")
+            await context.abort(code.ALREADY_EXISTS, "this is the asking picker itself")
         if self._news.followers >= MAX_FOLLOWERS:
             await context.abort(code.RESOURCE_EXHAUSTED, f"{MAX_FOLLOWERS} pickers follow already")
         return hello

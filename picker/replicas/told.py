@@ -7,6 +7,7 @@ over.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from math import isfinite
@@ -23,7 +24,9 @@ from picker.replicas.news import News, keys_of
 from picker.replicas.totals import MAX_TENANTS, Who
 from picker.sessions import Stamp
 
-MAX_REPLICAS = 256  # that are remembered, of all that ever told something
+log = logging.getLogger(__name__)
+
+MAX_REPLICAS = 80  # that are remembered, of all that ever told something: more than there can be
 MAX_CHAIN = 1 << 16  # blocks of a prompt
 MAX_COUNT = 1 << 40  # of anything that is counted
 MAX_SERVICE = 1e15  # virtual tokens
@@ -55,6 +58,7 @@ class _Replica:
         self.services: OrderedDict[Who, _Service] = OrderedDict()
         self.begun = False
         self.joining = False  # it is older than us, and tells us what there was
+        self.foreign = False  # it names blocks by other rules than we do
 
 
 class Told:
@@ -69,6 +73,7 @@ class Told:
         self._adopted: int | None = None  # whose counters of tenants we began with
         self.updates = 0
         self.received_bytes = 0
+        self.foreign = 0  # prompts whose blocks are named by other rules than ours
         known.pool.listen(self)
 
     def apply(self, update: pb.Update) -> Iterator[None]:
@@ -87,8 +92,8 @@ class Told:
             self._take_session(session)
         for entry in update.entries:
             self._on_entry(entry)
-        yield from self._take_learned(update)
-        yield from self._take_expected(update)
+        yield from self._take_learned(update, replica)
+        yield from self._take_expected(update, replica)
 
     def gone(self, replica: int) -> None:
         """A picker has not been heard for too long: what it has on pods is forgotten."""
@@ -142,11 +147,11 @@ class Told:
 
     # What pods hold
 
-    def _take_learned(self, update: pb.Update) -> Iterator[None]:
+    def _take_learned(self, update: pb.Update, replica: _Replica) -> Iterator[None]:
         prompts, keys = self._known.prompts, 0
         for learned in update.learned:
             endpoint = self._known.find(learned.pod)
-            if endpoint is None or learned.naming != prompts.naming:
+            if endpoint is None or not self._ours(learned, prompts.naming, replica):
                 continue
             for chain in learned.chains:
                 if _is_chain(chain):
@@ -156,13 +161,13 @@ class Told:
                         keys = 0
                         yield
 
-    def _take_expected(self, update: pb.Update) -> Iterator[None]:
+    def _take_expected(self, update: pb.Update, replica: _Replica) -> Iterator[None]:
         index = self._known.index
         if index is None:
             return
         for expected in update.expected:
             endpoint = self._known.find(expected.pod)
-            if endpoint is None or expected.naming != self._known.index_naming:
+            if endpoint is None or not self._ours(expected, self._known.index_naming, replica):
                 continue
             for chains, tail in ((expected.chains, False), (expected.tails, True)):
                 for chain in chains:
@@ -171,6 +176,19 @@ class Told:
                         if len(np.unique(keys)) == len(keys):
                             index.expect_chain(endpoint.slot, keys, tail=tail)
                     yield
+
+    def _ours(self, learned: pb.Learned, naming: int, replica: _Replica) -> bool:
+        """Whether blocks are named as we name them."""
+        if learned.naming == naming:
+            return True
+        self.foreign += len(learned.chains) + len(learned.tails)
+        if not replica.foreign:
+            replica.foreign = True
+            log.warning(
+                "Another picker tells of prompts in a way that is not ours: do `prefix`, `models` "
+                "and `replicas.secret` agree?"
+            )
+        return False
 
     def _take_session(self, session: pb.Session) -> None:
         endpoint = self._known.find(session.pod)

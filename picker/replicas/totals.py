@@ -27,8 +27,7 @@ class Total:
 class Totals:
     """By priority and tenant. They only end by being forgotten, and then begin another life."""
 
-    def __init__(self, most: int = MAX_TENANTS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._totals: OrderedDict[Who, Total] = OrderedDict()  # the longest unserved first
 
     def charge(self, who: Who, more: float, *, goes: bool) -> None:
@@ -36,7 +35,7 @@ class Totals:
         total = self._totals.get(who)
         if total is None:
             total = self._totals[who] = Total()
-            if len(self._totals) > self._most:
+            if len(self._totals) > MAX_TENANTS:
                 self._totals.popitem(last=False)
         else:
             self._totals.move_to_end(who)

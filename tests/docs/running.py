@@ -290,6 +290,8 @@ def _listens(kind: str, command: str, directory: Path) -> tuple[int, set[int]]:
         ports |= {flags["worker-port"] + i for i in range(int(workers[1]) if workers else 2)}
         if "--no-demo" in command:
             ports.remove(flags["baseline-port"])
+        if "--pickers" not in command:
+            ports.remove(flags["replica-port"])
     return flags["admin-port" if kind == "pick" else "port"], ports
 
 

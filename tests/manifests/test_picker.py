@@ -115,7 +115,7 @@ def test_gateways_get_tls_and_envoy_beside_it_does_not_need_it(
 ) -> None:
     config = config_of(mounted)
     alone = [one["name"] for one in containers(deployment(objects)["template"]["spec"])]
-    assert config.listen.tls.mode == ("selfSigned" if alone == ["picker"] else "off")
+    assert config.listen.tls.mode == ("selfSigned" if alone == ["picker"] else "none")
     certified = "tls" in {
         volume["name"] for volume in deployment(objects)["template"]["spec"]["volumes"]
     }

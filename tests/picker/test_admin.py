@@ -134,6 +134,14 @@ async def test_the_configuration_in_force_is_shown_as_the_file_is_written(admin:
     assert await admin.json("/config?format=json") == as_data(admin.config)
 
 
+@pytest.mark.parametrize("query", ["", "?format=json"])
+async def test_the_configuration_is_shown_without_passwords(admin: Admin, query: str) -> None:
+    admin.config = parse('quota: {store: "redis://user:hunter2@10.0.0.1:6379/0"}')
+    text = (await admin.get(f"/config{query}"))[2]
+    assert "hunter2" not in text
+    assert "redis://***@10.0.0.1:6379/0" in text
+
+
 async def test_state_shows_the_pods_and_what_they_do_not_tell(admin: Admin) -> None:
     core = admin.core
     core.load.report(core.endpoint(PODS[1]), LoadReport(waiting=2, running=1), core.now)

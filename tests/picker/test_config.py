@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.config import Config, Duration, Size, as_data, load, num_bytes, parse, seconds
+from picker.config import Config, Duration, Size, as_data, load, parse
 from picker.document import MAX_NODES, ConfigError, Document, plain
+from picker.units import num_bytes, seconds
 
 WHOLE = """
 listen: {grpc: 0, health: 1, http: 2, admin: 3, host: "::1"}

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker.director import Outcome
-from picker.exchange import (
+from picker.exchange import Exchange
+from picker.refusal import Refusal
+from picker.replies import (
     MAX_CHUNK,
     Await,
     BodyMode,
     Chunk,
-    Exchange,
     Message,
     Replace,
     Reply,
     Steer,
     Tell,
 )
-from picker.refusal import Refusal
 from picker.splice import ModelRewrite, Splice, apply
 from tests.picker.recording import RecordingDirector
 

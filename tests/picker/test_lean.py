@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from picker import lean
+from picker import lean_connection
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Director, Outcome
 from picker.lean import LeanServer
@@ -401,7 +401,7 @@ async def test_who_leaves_while_its_pick_waits_is_not_picked_for(
     async with picker.client() as envoy:
         envoy.send(post(BODY))
         await until(lambda: picker.director.waiting == 1)
-        for _ in range(lean.SLOW + 1):
+        for _ in range(lean_connection.SLOW + 1):
             picker.server.sweep()
         assert picker.director.waiting == 1
         if not leaves:
@@ -419,7 +419,7 @@ async def test_who_leaves_before_its_pick_has_begun_leaves_nothing_behind(picker
 
     async def ask_and_leave() -> None:
         ours, theirs = socket.socketpair()
-        connection = lean.Connection(picker.server)
+        connection = lean_connection.Connection(picker.server)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: connection, sock=ours)
         connection.data_received(post(BODY))
@@ -461,10 +461,11 @@ def hostile() -> Iterator[Any]:
     yield pytest.param(chunked()[:-5] + b"zz\r\n", 400, id="chunk of no size")
     yield pytest.param(post(upgrade="websocket", connection="upgrade"), 400, id="upgrade")
     yield pytest.param(post(method="CONNECT", path="a:80"), 400, id="connect")
-    many = {f"x{number}": "1" for number in range(lean.MAX_HEADERS)}
+    many = {f"x{number}": "1" for number in range(lean_connection.MAX_HEADERS)}
     yield pytest.param(post(**many), 431, id="many headers")
-    yield pytest.param(b"GET /" + b"a" * lean.MAX_HEAD, 431, id="long line")
-    yield pytest.param(b"GET / HTTP/1.1\r\na: " + b"a" * lean.MAX_HEAD, 431, id="long header")
+    long = b"a" * lean_connection.MAX_HEAD
+    yield pytest.param(b"GET /" + long, 431, id="long line")
+    yield pytest.param(b"GET / HTTP/1.1\r\na: " + long, 431, id="long header")
     yield pytest.param(post(content_length=str(LIMIT + 1)), 413, id="long body, announced")
     yield pytest.param(chunked(b"x" * (LIMIT + 1)), 413, id="long body, in chunks")
 
@@ -512,12 +513,12 @@ async def test_an_old_client_is_closed_after_its_answer(envoy: Client) -> None:
 
 async def test_bodies_of_all_connections_together_are_bounded() -> None:
     async with running(max_body=Size(1024)) as picker:
-        clients = [picker.client() for _ in range(lean.MAX_HELD_BODIES)]
+        clients = [picker.client() for _ in range(lean_connection.MAX_HELD_BODIES)]
         opened = [await client.__aenter__() for client in clients]
         half = post(b"x" * 1024)[:-1]
         for client in opened:
             client.send(half)
-        await until(lambda: picker.server.held == lean.MAX_HELD_BODIES * 1023)
+        await until(lambda: picker.server.held == lean_connection.MAX_HELD_BODIES * 1023)
         async with picker.client() as one_too_many:
             one_too_many.send(half)
             answer = await one_too_many.answer()
@@ -567,7 +568,7 @@ async def test_who_does_not_read_its_answers_is_not_read(picker: Picker) -> None
 
 
 async def test_connections_are_bounded(picker: Picker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(lean_connection, "MAX_CONNECTIONS", 1)
     async with picker.client() as first:
         first.send(post())
         assert (await first.answer()).status == 200

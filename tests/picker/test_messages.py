@@ -7,8 +7,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
-from picker.exchange import Message, Replace, Steer
 from picker.messages import encode, jwt_claim
+from picker.replies import Message, Replace, Steer
 from tests.picker.ext_proc import destination, set_headers
 
 

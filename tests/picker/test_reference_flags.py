@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from picker.cli import main
 from picker.commands.pick import pick
 from picker.commands.reference_flags import FLAGS, IGNORED, Applied, applied
 from picker.config import Config
@@ -31,6 +32,23 @@ def check(*args: str | Path) -> tuple[int, str]:
 
 
 POOL = ("--pool-name", "llama", "--pool-namespace", "models")
+
+
+def test_its_flags_need_no_command() -> None:
+    """As in its chart, which gives an image arguments and no command."""
+    for first in ("--pool-name llama", "-pool-name=llama", "-v=1 --pool-name llama"):
+        args = [*first.split(), "--pool-namespace", "models", "--zap-encoder", "json", "--check"]
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 0, result.output
+        assert "the configuration can be used" in result.output
+    result = CliRunner().invoke(main, ["--pool-nam", "llama"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert "--pool-name" in result.output
+    for option, said in (("-h", "Commands:"), ("--help", "Commands:"), ("--version", "warmpath, ")):
+        result = CliRunner().invoke(main, [option])
+        assert result.exit_code == 0
+        assert said in result.output
 
 
 def test_a_pool_selects_the_reference_pickers_world() -> None:
@@ -69,12 +87,12 @@ def test_the_namespace_is_the_pods_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_file_says_wins_over_the_world_and_a_flag_over_the_file() -> None:
-    text = "listen: {host: 127.0.0.1, tls: {mode: 'off'}, admin: 1}\nmetrics: {interval: 1s}\n"
+    text = "listen: {host: 127.0.0.1, tls: {mode: none}, admin: 1}\nmetrics: {interval: 1s}\n"
     config = config_of(*POOL, "--metrics-port=2", text=text)
     listen = config.listen
     assert (listen.host, listen.tls.mode, listen.metrics_auth, listen.admin) == (
         "127.0.0.1",
-        "off",
+        "none",
         "tokenReview",
         2,
     )
@@ -84,8 +102,8 @@ def test_what_the_file_says_wins_over_the_world_and_a_flag_over_the_file() -> No
 @pytest.mark.parametrize(
     ("args", "mode"),
     [
-        (("--secure-serving=false",), "off"),
-        (("--secure-serving=f", "--cert-path=/certs"), "off"),
+        (("--secure-serving=false",), "none"),
+        (("--secure-serving=f", "--cert-path=/certs"), "none"),
         (("--secure-serving",), "selfSigned"),
         (("--cert-path", "/certs"), "files"),
         (("--cert-path=/certs", "--secure-serving=T", "--enable-cert-reload"), "files"),
@@ -155,7 +173,7 @@ def test_a_switch_takes_its_value_after_an_equals_sign_only() -> None:
     assert result.notes[0].startswith("`false` after --secure-serving is ignored")
     assert result.notes[1:] == ["--enable-pprof is ignored: there is no pprof"]
     for written in ("1", "t", "TRUE", "True"):
-        assert flags(f"--secure-serving={written}").above["listen"]["tls"]["mode"] != "off"
+        assert flags(f"--secure-serving={written}").above["listen"]["tls"]["mode"] != "none"
 
 
 def test_what_means_nothing_here_is_told() -> None:

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker import server
 from picker.config import Config, Duration, Listen, Size
 from picker.director import Outcome
-from picker.exchange import BodyMode
 from picker.health import Health, HealthServer
 from picker.refusal import Refusal
+from picker.replies import BodyMode
 from picker.server import ExtProcServer
 from tests.picker import own_scorer
 from tests.picker.core import Core
@@ -627,7 +627,8 @@ async def test_health_by_name(health: tuple[Health, Any], ready: bool) -> None:
     state.set_ready(not ready)
     state.set_ready(ready)
     expected = SERVING if ready else NOT_SERVING
-    names = {"liveness": SERVING, "": expected, "readiness": expected, EXT_PROC: expected}
+    names = {"": expected, "readiness": expected, EXT_PROC: expected}
+    names |= {"liveness": SERVING, "inference-extension": SERVING}
     for name, status in names.items():
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == status

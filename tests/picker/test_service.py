@@ -152,6 +152,7 @@ async def test_it_is_ready_when_each_pod_has_told_or_failed() -> None:
         assert (await get(ports.admin, "/healthz"))[0] == 200
         assert not await healthy(ports.health)
         assert await healthy(ports.health, "liveness")
+        assert await healthy(ports.health, "inference-extension")  # its pool is in the file
         with pytest.raises(aiohttp.ClientConnectorError):  # Envoy must not ask yet
             await ask_lean(ports.http)
         release.set()
@@ -190,6 +191,8 @@ async def test_draining_tells_probes_first_and_lets_streams_end() -> None:
             await until(lambda: service.not_ready == "draining")
             assert await get(ports.admin, "/readyz") == (503, "draining\n")
             assert not await healthy(ports.health)
+            for asked_for_liveness in ("liveness", "inference-extension"):  # it is not killed
+                assert await healthy(ports.health, asked_for_liveness)
             message = ProcessingRequest()
             message.response_headers.end_of_stream = True
             message.response_headers.headers.headers.add(key=":status", raw_value=b"200")

@@ -249,6 +249,9 @@ NAMES = ("", "readiness", EXT_PROC)
         (False, False, "liveness", HealthCheckResponse.SERVING),
         (True, False, "liveness", HealthCheckResponse.SERVING),
         (True, True, "liveness", HealthCheckResponse.SERVING),
+        (False, False, "inference-extension", HealthCheckResponse.NOT_SERVING),
+        (True, False, "inference-extension", HealthCheckResponse.SERVING),
+        (True, True, "inference-extension", HealthCheckResponse.SERVING),
     ],
 )
 async def test_health(
@@ -278,6 +281,23 @@ async def test_health(
                 watch = stub.Watch(HealthCheckRequest(service="x"))
                 assert (await watch.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
                 watch.cancel()
+    finally:
+        await service.stop()
+
+
+async def test_watchers_are_told_when_the_pool_is_known(api: KubernetesApi) -> None:
+    api.delete(inference_pool())
+    service = Service(parse(text_for(api, more=SLOW)))
+    try:
+        ports = await service.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.health}") as channel:
+            request = HealthCheckRequest(service="inference-extension")
+            watch = HealthStub(channel).Watch(request)
+            assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+            api.apply(inference_pool())
+            await asyncio.wait_for(service.until_ready(), DEADLINE)
+            assert (await watch.read()).status == HealthCheckResponse.SERVING
+            watch.cancel()
     finally:
         await service.stop()
 

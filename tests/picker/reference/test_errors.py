@@ -230,6 +230,25 @@ def test_an_error_says_where_and_what(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("ttftSource: latencyPredictor", ".ttftSource: ttftSource: latencyPredictor: latencies"),
+        ("ttftSource: guess", ".ttftSource: "),
+        ("penaltySource: sessionCost", ".penaltySource: penaltySource: sessionCost is not known"),
+        ("maxTTFTPenaltyMs: -1", "maxTTFTPenaltyMs: must be from 0"),
+        ("maxTTFTPenaltyMs: .nan", "maxTTFTPenaltyMs: "),
+        ("maxTokensInFlightPenalty: -1", "maxTokensInFlightPenalty: must be from 0 to 10^12"),
+        ("maxTTFTPenaltyMs: -1, peakPrefillThroughput: -1", "peakPrefillThroughput: must be above"),
+    ],
+)
+def test_penalties_of_the_affinity_filter(parameters: str, message: str) -> None:
+    plugin = f"{{type: prefix-cache-affinity-filter, parameters: {{{parameters}}}}}"
+    said = problem(f"plugins:\n- {plugin}\n")
+    assert said.startswith("e.yaml:4: plugins[0].parameters")
+    assert message in said
+
+
+@pytest.mark.parametrize(
     ("head", "message"),
     [
         ("kind: EndpointPickerConfig\n", "e.yaml:1: the key 'apiVersion' is missing"),

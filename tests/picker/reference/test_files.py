@@ -9,7 +9,7 @@ import pytest
 
 from picker.config import Config
 from picker.document import ConfigError
-from picker.reference.load import Loaded, load
+from picker.reference.load import Loaded, load, parse
 from picker.service import check_config
 
 FILES = Path(__file__).parent / "files"
@@ -117,6 +117,28 @@ def test_precise_prefixes_of_llm_d() -> None:
     assert [note.partition(": ")[2] for note in loaded.notes] == [
         "plugins[0].parameters: token-producer: its parameters are ignored: with KV events, pods "
         "are asked for their tokens"
+    ]
+
+
+def test_producers_in_a_profile_are_ignored_with_a_warning() -> None:
+    """As files of llm-d have them from when its tokenizer was a scorer."""
+    text = (
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
+        "- type: tokenizer\n  parameters: {modelName: llama, udsTokenizerConfig: {timeout: 5s}}\n"
+        "- {name: inflight, type: inflight-load-producer}\n- type: precise-prefix-cache-scorer\n"
+        "schedulingProfiles:\n- name: default\n  plugins:\n"
+        "  - {pluginRef: tokenizer, weight: 0}\n  - pluginRef: inflight\n"
+        "  - {pluginRef: precise-prefix-cache-scorer, weight: 3}\n"
+    )
+    loaded = parse(text, "e.yaml", check_config)
+    (scorer,) = loaded.config.scheduling.scorers.items()
+    assert scorer == ("precise-prefix-cache-scorer", {"type": "prefix", "weight": 3})
+    assert loaded.config.prefix.mode == "events"
+    assert [note for note in loaded.notes if "a producer needs no profile" in note] == [
+        "e.yaml:11: schedulingProfiles[0].plugins[0].pluginRef: 'tokenizer' (tokenizer) is "
+        "ignored: a producer needs no profile",
+        "e.yaml:12: schedulingProfiles[0].plugins[1].pluginRef: 'inflight' "
+        "(inflight-load-producer) is ignored: a producer needs no profile",
     ]
 
 

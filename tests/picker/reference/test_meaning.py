@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.reference.load import load
+from picker.reference.load import load, parse
 from picker.schedule import Scheduler
 from tests.scorers.columns import Ask, pods
 
@@ -105,8 +105,6 @@ def test_pods_are_ranked_as_there(name, weights, waiting, usage, matched, inflig
 
 
 def test_a_profile_without_scorers_takes_any_pod():
-    from picker.reference.load import parse
-
     text = (
         "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
         "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a, plugins: []}]\n"
@@ -116,3 +114,41 @@ def test_a_profile_without_scorers_takes_any_pod():
     assert {scheduler.schedule(Ask(10), busy).endpoints[0] for _ in range(200)} == set(
         busy.addresses
     )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "slack"),
+    [  # tokens that a warm pod may have ahead of an idle one; None: any number
+        ("", 286_704),
+        ("maxTTFTPenaltyMs: 18000", 286_704),
+        ("maxTTFTPenaltyMs: 1000, peakPrefillThroughput: 2000", 2000),
+        ("maxTTFTPenaltyMs: 0", None),
+        ("maxTTFTPenaltyMs: 0, maxTokensInFlightPenalty: 0", None),
+        ("maxTTFTPenaltyMs: 0, maxTokensInFlightPenalty: 286720", 286_720),
+        ("maxTokensInFlightPenalty: 1000000", 1_000_000),
+        ("maxTokensInFlightPenalty: 0", 286_704),
+        ("maxTTFTPenaltyMs: 1000, maxTokensInFlightPenalty: 64000", 15_928),
+        ("maxTTFTPenaltyMs: 18000, maxTokensInFlightPenalty: 64000", 64_000),
+        ("ttftSource: prefillThroughput, penaltySource: constant", 286_704),
+    ],
+)
+def test_affinity_lasts_until_the_penalty(parameters: str, slack: int | None) -> None:
+    loaded = parse(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
+        f"- {{type: prefix-cache-affinity-filter, parameters: {{{parameters}}}}}\n"
+        "- type: token-load-scorer\n- type: max-score-picker\n",
+        "e.yaml",
+    )
+    assert loaded.notes == []
+    scheduler = Scheduler(loaded.config.scheduling)
+
+    def sticks(ahead: float) -> bool:
+        columns = {"matched_tokens": [PROMPT, 0], "inflight_tokens": [ahead, 0]}
+        return scheduler.schedule(Ask(PROMPT), pods(2, **columns)).endpoints[0] == "a:1"
+
+    assert sticks(0)
+    if slack is None:
+        assert sticks(1e9)
+    else:
+        assert sticks(slack - 1)
+        assert not sticks(slack + 1)

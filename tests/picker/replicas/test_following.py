@@ -12,7 +12,7 @@ import pytest
 from picker.config import Config, ReplicasSection
 from picker.replicas import outbox
 from picker.replicas import replica_pb2 as pb
-from picker.replicas.peers import check
+from picker.replicas.peers import check_settings
 from picker.replicas.server import METHOD, metadata
 from picker.service import check_config, check_start
 from tests.picker.replicas.parts import ADDRESSES, Node, until
@@ -174,8 +174,7 @@ async def test_a_fault_of_ours_does_not_end_the_hearing(caplog):
 
 
 async def test_a_follower_that_falls_behind_is_told_all_anew(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_BYTES", 1)
-    monkeypatch.setattr(outbox.Outbox.__init__, "__defaults__", (1 << 16,))
+    monkeypatch.setattr(outbox, "MAX_BYTES", 1 << 16)
     (port,) = free_ports(1)
     async with Node(port, []) as one, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_stream(METHOD)(
@@ -259,7 +258,7 @@ async def test_what_is_no_update_changes_nothing_and_is_asked_for_again(message)
 )
 def test_settings_that_cannot_be_are_refused(section, why):
     with pytest.raises(ValueError, match="replicas") as refused:
-        check(ReplicasSection(**section))
+        check_settings(ReplicasSection(**section))
     assert why in str(refused.value)
 
 

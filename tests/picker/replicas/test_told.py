@@ -273,3 +273,15 @@ async def test_who_is_asked_late_hears_from_another_that_the_request_is_over():
     tickets.open("left", Late())
     assert ends == ["aborted"]
     assert service.others.handed == []  # it is not handed on again
+
+
+async def test_prompts_in_another_naming_are_counted_and_told_of_once(caplog):
+    one, _, two = await pair()
+    one.prompts.naming += 1  # as another `prefix.blockBytes` does
+    for number in range(3):
+        one.learn(A, [number, 7, 8])
+    for message in one.snapshot():
+        two.hear(message)
+    assert two.holds([0, 7, 8])[A] == 0
+    assert two.told.foreign == 3
+    assert caplog.text.count("in a way that is not ours") == 1
