@@ -45,8 +45,12 @@ class Refused(Exception):
 
 
 @cache
-def kustomized(folder: str, *options: str) -> list[Object]:
-    """The objects of a folder of envoy/kubernetes, with some of its options/."""
+def kustomized(folder: str, *options: str, own: str = "") -> list[Object]:
+    """The objects of a folder of envoy/kubernetes, with some of its options/.
+
+    Args:
+        own: what a user's kustomization says besides, where there are options.
+    """
     if not options:
         return _build(FOLDER / folder)
     with TemporaryDirectory() as name:
@@ -56,7 +60,7 @@ def kustomized(folder: str, *options: str) -> list[Object]:
             "resources": [_relative(directory, folder)],
             "components": [_relative(directory, f"options/{option}") for option in options],
         }
-        (directory / "kustomization.yaml").write_text(yaml.safe_dump(written))
+        (directory / "kustomization.yaml").write_text(yaml.safe_dump(written) + own)
         return _build(directory)
 
 

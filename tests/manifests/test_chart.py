@@ -193,6 +193,13 @@ def test_other_files_can_be_mounted(mode: str) -> None:
         ({"image": {"tag": 1.5}}, "tag"),
         ({"autoscaling": {"type": "vpa"}}, "autoscaling"),
         ({"route": {"timeout": "an hour"}}, "timeout"),
+        (
+            {
+                "config": {"listen": {"metricsAuth": "tokenReview"}},
+                "podMonitor": {"create": True},
+            },
+            "podMonitor.tokenSecret must name",
+        ),
         ({"config": {"quota": {"enabled": True}}}, "config.quota.store must be Redis"),
         (
             {"config": {"quota": {"enabled": True, "store": "sqlite:///quota.db"}}},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
+import yaml
 
 from picker.health import LIVENESS, READINESS
 from tests.manifests.rendered import (
     BUILDS,
+    FOLDER,
     NAMESPACE,
     OPTIONS,
     WORKERS,
@@ -29,6 +32,9 @@ RENDERED = {
         f"options/{option}": lambda option=option: kustomized("gateways/base", option)
         for option in OPTIONS
     },
+    "options/pod-monitor, metrics-auth": lambda: kustomized(
+        "gateways/base", "pod-monitor", "metrics-auth"
+    ),
     "chart": charted,
     "chart, standalone": lambda: charted(mode="standalone"),
     "chart, other ports": lambda: charted(config={"listen": PORTS}),
@@ -44,7 +50,11 @@ RENDERED = {
         extraVolumes=[{"name": "more", "secret": {"secretName": "mine"}}],
         extraVolumeMounts=[{"name": "more", "mountPath": "/etc/more", "readOnly": True}],
         objectives={"batch": -1},
-        podMonitor={"create": True, "labels": {"release": "prometheus"}},
+        podMonitor={
+            "create": True,
+            "labels": {"release": "prometheus"},
+            "tokenSecret": "mine",
+        },
         autoscaling={"type": "keda", "minReplicas": 0},
         podAnnotations={"a": "b"},
         podLabels={"team": "ml"},
@@ -206,6 +216,46 @@ def test_references_lead_somewhere(objects: list[Object]) -> None:
             check = spec["default"].get("config", {}).get("httpHealthCheck", {})
             ports = {port["number"] for port in pool["spec"]["targetPorts"]}
             assert not check or check["port"] in ports
+
+
+@pytest.mark.parametrize(
+    ("made", "secret"),
+    [
+        (lambda: kustomized("gateways/base", "pod-monitor"), None),
+        (
+            lambda: kustomized("gateways/base", "pod-monitor", "metrics-auth"),
+            "llama-picker-metrics",
+        ),
+        (lambda: charted(podMonitor={"create": True}), None),
+        (
+            lambda: charted(
+                config={"listen": {"metricsAuth": "tokenReview"}},
+                podMonitor={"create": True, "tokenSecret": "mine"},
+            ),
+            "mine",
+        ),
+    ],
+)
+def test_scrapes_show_a_token_where_pickers_ask_for_one(
+    made: Callable[[], list[Object]], secret: str | None
+) -> None:
+    (scraped,) = only(made(), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    shown = {"credentials": {"name": secret, "key": "token"}} if secret else None
+    assert scraped.get("authorization") == shown
+
+
+def test_a_certificate_is_for_the_service_in_any_namespace_by_the_patch_that_is_shown() -> None:
+    text = (FOLDER / "options/certificate/kustomization.yaml").read_text()
+    _, _, shown = text.partition("#   patches:\n")
+    shown, _, _ = shown.partition("apiVersion")
+    patches = yaml.safe_load(re.sub("^# {3}", "", shown, flags=re.MULTILINE).replace("MINE", "ai"))
+    for namespace, own in (("default", {}), ("ai", {"namespace": "ai", "patches": patches})):
+        objects = kustomized("gateways/base", "certificate", own=yaml.safe_dump(own) if own else "")
+        service = only(objects, "Service", "llama-picker")["metadata"]
+        assert service.get("namespace", "default") == namespace
+        names = only(objects, "Certificate")["spec"]["dnsNames"]
+        svc = f"{service['name']}.{namespace}.svc"
+        assert names == [service["name"], svc, f"{svc}.cluster.local"]
 
 
 @pytest.mark.parametrize("folder", WORKERS)

@@ -73,6 +73,9 @@ http: {{ dig "envoy" "listen" 8080 .Values.config | int }}
 {{- if and (dig "quota" "enabled" false $config) (not (dig "quota" "store" "" $config | hasPrefix "redis")) }}
 {{- fail "config.quota.store must be Redis, as redis://HOST:6379/0: pickers share it, and write no files" }}
 {{- end }}
+{{- if and .Values.podMonitor.create (include "warmpath.reviews" .) (not .Values.podMonitor.tokenSecret) }}
+{{- fail "podMonitor.tokenSecret must name a Secret with a `token`: config.listen.metricsAuth asks whoever scrapes for one" }}
+{{- end }}
 {{- if lt (int .Values.terminationGracePeriodSeconds) $needed }}
 {{- fail (printf "terminationGracePeriodSeconds must be %d or more: config.drainDelay, config.drain and 10 s to end" $needed) }}
 {{- end }}
