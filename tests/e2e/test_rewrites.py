@@ -14,16 +14,14 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from picker.config import Config, Envoy, Rewrite, RewriteTarget, Size
-from picker.envoy.bootstrap import bootstrap
+from picker.config import Envoy, Rewrite, RewriteTarget, Size
 from picker.names import SPLICE
 from picker.restore import ModelRestorer
-from tests.e2e.gateway import CHAT, JSON, Gateway, chat, manager, refused, running_gateway
+from tests.e2e.gateway import CHAT, JSON, Gateway, chat, refused, running_gateway
 from tests.e2e.http2 import connected
 from tests.e2e.pods import ACT, Pod
+from tests.e2e.splice_lua import running_splice
 from tests.e2e.test_modes import MODES, listener_for_each_mode
-from tests.e2e.test_splice import SCRIPT
-from tests.envoy_process import running_envoy
 from tests.worker.process import running_worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -345,19 +343,8 @@ end
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lua() -> AsyncIterator[aiohttp.ClientSession]:
     """Answers with what splice.lua makes of an answer: of the body, cut as the path tells."""
-    told = bootstrap(Config(envoy=Envoy(profile="lean")))
-    *_, router = manager(told)["http_filters"]
-    only = {
-        "name": "lua",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
-            "default_source_code": {"inline_string": SCRIPT + HARNESS},
-        },
-    }
-    manager(told)["http_filters"] = [only, router]
-    async with running_envoy(told) as envoy, aiohttp.ClientSession(envoy.url) as http:
+    async with running_splice(HARNESS) as http:
         yield http
-        assert "script" not in envoy.log
 
 
 def restored(data: bytes, cuts: Sequence[int], *, events: bool) -> bytes:

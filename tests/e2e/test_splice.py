@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,16 +15,14 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-import picker.envoy
-from picker.config import Config, Envoy, Size
-from picker.envoy.bootstrap import bootstrap
+from picker.config import Envoy, Size
 from picker.names import SPLICE
 from picker.sse import MAX_EVENT, UsageStripper
-from tests.e2e.gateway import CHAT, JSON, Gateway, chat, manager, running_gateway
+from tests.e2e.gateway import CHAT, JSON, Gateway, chat, running_gateway
 from tests.e2e.http2 import connected
 from tests.e2e.pods import ACT, DONE, TOKENS, USAGE, USAGE_EVENT, Pod
+from tests.e2e.splice_lua import running_splice
 from tests.e2e.test_modes import MODES, listener_for_each_mode
-from tests.envoy_process import running_envoy
 from tests.worker.process import running_worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -303,7 +300,6 @@ async def test_every_mode(any_mode: Gateway, request_mode: str, response_mode: s
 
 # splice.lua
 
-SCRIPT = Path(picker.envoy.__path__[0], "splice.lua").read_text()
 HARNESS = """
 function envoy_on_request(handle)
   local cuts, from = string.match(handle:headers():get(":path"), "^/(.*)$"), 1
@@ -325,19 +321,8 @@ end
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lua() -> AsyncIterator[aiohttp.ClientSession]:
     """Answers with what splice.lua makes of a stream: of the body, cut as the path tells."""
-    told = bootstrap(Config(envoy=Envoy(profile="lean")))
-    *_, router = manager(told)["http_filters"]
-    only = {
-        "name": "lua",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
-            "default_source_code": {"inline_string": SCRIPT + HARNESS},
-        },
-    }
-    manager(told)["http_filters"] = [only, router]
-    async with running_envoy(told) as envoy, aiohttp.ClientSession(envoy.url) as http:
+    async with running_splice(HARNESS) as http:
         yield http
-        assert "script" not in envoy.log
 
 
 def stripped(stream: bytes, cuts: Sequence[int]) -> bytes:
