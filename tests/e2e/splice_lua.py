@@ -16,17 +16,38 @@ from tests.envoy_process import running_envoy
 
 SCRIPT = Path(picker.envoy.__path__[0], "splice.lua").read_text()
 
+SEPARATOR = b"\1"  # between what came out for each piece
+HARNESS = """
+function envoy_on_request(handle)
+  local kind, cuts = string.match(handle:headers():get(":path"), "^/(%l+)/(.*)$")
+  local body = handle:body()
+  local text, from = body:getBytes(0, body:length()), 1
+  local feed, finish = MAKER
+  local out = {}
+  for cut in string.gmatch(cuts, "%d+") do
+    out[#out + 1] = feed(string.sub(text, from, tonumber(cut)))
+    from = tonumber(cut) + 1
+  end
+  out[#out + 1] = feed(string.sub(text, from))
+  out[#out + 1] = finish()
+  handle:respond({[":status"] = "200"}, table.concat(out, "\\1"))
+end
+"""
+
 
 @asynccontextmanager
-async def running_splice(harness: str) -> AsyncIterator[aiohttp.ClientSession]:
-    """`harness`: Lua that calls functions of the script on each request, and answers it."""
+async def running_splice(maker: str) -> AsyncIterator[aiohttp.ClientSession]:
+    """Feeds bodies to what `maker`, a call in Lua, returns: cut where the path `/KIND/1,2,3` tells.
+
+    The call may look at `kind`.
+    """
     told = bootstrap(Config(envoy=Envoy(profile="lean")))
     *_, router = manager(told)["http_filters"]
     only = {
         "name": "lua",
         "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
-            "default_source_code": {"inline_string": SCRIPT + harness},
+            "default_source_code": {"inline_string": SCRIPT + HARNESS.replace("MAKER", maker)},
         },
     }
     manager(told)["http_filters"] = [only, router]

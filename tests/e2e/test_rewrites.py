@@ -20,7 +20,7 @@ from picker.restore import ModelRestorer
 from tests.e2e.gateway import CHAT, JSON, Gateway, chat, refused, running_gateway
 from tests.e2e.http2 import connected
 from tests.e2e.pods import ACT, Pod
-from tests.e2e.splice_lua import running_splice
+from tests.e2e.splice_lua import SEPARATOR, running_splice
 from tests.e2e.test_modes import MODES, listener_for_each_mode
 from tests.worker.process import running_worker
 
@@ -322,28 +322,13 @@ async def test_the_official_client_with_real_workers(profile: str) -> None:
 
 # splice.lua
 
-HARNESS = """
-function envoy_on_request(handle)
-  local stream, cuts = string.match(handle:headers():get(":path"), "^/(%d)/(.*)$")
-  local body = handle:body()
-  local text, from = body:getBytes(0, body:length()), 1
-  local feed, finish = restorer('"as \\\\"k\\\\" ed"', stream == "1")
-  local out = {}
-  for cut in string.gmatch(cuts, "%d+") do
-    out[#out + 1] = feed(string.sub(text, from, tonumber(cut)))
-    from = tonumber(cut) + 1
-  end
-  out[#out + 1] = feed(string.sub(text, from))
-  out[#out + 1] = finish()
-  handle:respond({[":status"] = "200"}, table.concat(out, "\\1"))
-end
-"""
+RESTORER = r"""restorer('"as \\"k\\" ed"', kind == "stream")"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lua() -> AsyncIterator[aiohttp.ClientSession]:
     """Answers with what splice.lua makes of an answer: of the body, cut as the path tells."""
-    async with running_splice(HARNESS) as http:
+    async with running_splice(RESTORER) as http:
         yield http
 
 
@@ -352,7 +337,7 @@ def restored(data: bytes, cuts: Sequence[int], *, events: bool) -> bytes:
     restorer = ModelRestorer('as "k" ed', events=events)
     places = [0, *cuts, len(data)]
     out = [restorer.feed(data[start:end]) for start, end in pairwise(places)]
-    return b"\1".join((*out, restorer.finish()))
+    return SEPARATOR.join((*out, restorer.finish()))
 
 
 ANSWERS = [
@@ -388,6 +373,6 @@ async def test_the_script_restores_at_any_cut(lua: aiohttp.ClientSession, events
             places = range(1, len(broken))
             cases.append((broken, sorted(random.sample(places, min(3, len(places))))))
         for data, each in cases:
-            path = f"/{events:d}/" + ",".join(map(str, each))
+            path = f"/{'stream' if events else 'whole'}/" + ",".join(map(str, each))
             async with lua.post(path, data=data) as response:
                 assert await response.read() == restored(data, each, events=events), (data, each)

@@ -21,7 +21,7 @@ from picker.sse import MAX_EVENT, UsageStripper
 from tests.e2e.gateway import CHAT, JSON, Gateway, chat, running_gateway
 from tests.e2e.http2 import connected
 from tests.e2e.pods import ACT, DONE, TOKENS, USAGE, USAGE_EVENT, Pod
-from tests.e2e.splice_lua import running_splice
+from tests.e2e.splice_lua import SEPARATOR, running_splice
 from tests.e2e.test_modes import MODES, listener_for_each_mode
 from tests.worker.process import running_worker
 
@@ -300,28 +300,11 @@ async def test_every_mode(any_mode: Gateway, request_mode: str, response_mode: s
 
 # splice.lua
 
-HARNESS = """
-function envoy_on_request(handle)
-  local cuts, from = string.match(handle:headers():get(":path"), "^/(.*)$"), 1
-  local body = handle:body()
-  local stream = body:getBytes(0, body:length())
-  local feed, finish = stripper()
-  local out = {}
-  for cut in string.gmatch(cuts, "%d+") do
-    out[#out + 1] = feed(string.sub(stream, from, tonumber(cut)))
-    from = tonumber(cut) + 1
-  end
-  out[#out + 1] = feed(string.sub(stream, from))
-  out[#out + 1] = finish()
-  handle:respond({[":status"] = "200"}, table.concat(out, "|"))
-end
-"""
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lua() -> AsyncIterator[aiohttp.ClientSession]:
     """Answers with what splice.lua makes of a stream: of the body, cut as the path tells."""
-    async with running_splice(HARNESS) as http:
+    async with running_splice("stripper()") as http:
         yield http
 
 
@@ -330,7 +313,7 @@ def stripped(stream: bytes, cuts: Sequence[int]) -> bytes:
     stripper = UsageStripper()
     places = [0, *cuts, len(stream)]
     out = [stripper.feed(stream[start:end]) for start, end in pairwise(places)]
-    return b"|".join((*out, stripper.finish()))
+    return SEPARATOR.join((*out, stripper.finish()))
 
 
 STREAMS = [
@@ -351,7 +334,7 @@ async def test_the_script_strips_at_any_cut(lua: aiohttp.ClientSession, stream: 
     cuts: list[Sequence[int]] = [[], all_bytes, *([cut] for cut in all_bytes)]
     cuts += [sorted(random.sample(all_bytes, 3)) for _ in range(20)]
     for each in cuts:
-        path = "/" + ",".join(map(str, each))
+        path = "/stream/" + ",".join(map(str, each))
         async with lua.post(path, data=stream) as response:
             assert await response.read() == stripped(stream, each), each
 
@@ -366,6 +349,6 @@ async def test_the_script_passes_an_event_that_is_too_long(lua: aiohttp.ClientSe
                 sorted({MAX_EVENT + 3, cut}),
                 sorted({MAX_EVENT + 3, cut, cut + 1}),
             ):
-                path = "/" + ",".join(map(str, cuts))
+                path = "/stream/" + ",".join(map(str, cuts))
                 async with lua.post(path, data=stream) as response:
                     assert await response.read() == stripped(stream, cuts), cuts
